@@ -1,0 +1,1 @@
+"""parallax: large-model training in JAX with data, pipeline, tensor, context and expert parallelism in one program."""
