@@ -1,0 +1,359 @@
+"""A run file: TOML into frozen dataclasses, every key checked, every problem listed at once. No jax.
+
+The dataclasses below are the whole language: a field's type, default, bounds and one-line doc are read by the checks
+(`build`), by the writer (`to_toml`) and by docs/config.md (`markdown_tables`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import operator
+import re
+import tomllib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+BOUNDS = {
+    "at_least": ("at least", operator.ge),
+    "above": ("greater than", operator.gt),
+    "at_most": ("at most", operator.le),
+    "below": ("less than", operator.lt),
+}
+
+
+class ConfigError(ValueError):
+    """The input is wrong. `problems` has one line each: the value, the rule, the nearest values that work."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def key(default: Any, doc: str, **bounds: float) -> Any:
+    """A field with its one-line doc. `MISSING` as default: required. `bounds`: at_least, above, at_most, below."""
+    return field(default=default, metadata={"doc": doc, "bounds": bounds})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    name: str = key(MISSING, "a preset of a model file: llama-tiny, llama3-8b, gpt3-175b, ...")
+    file: str = key("", "your own model file, relative to the run file; empty: the files in models/")
+    overrides: dict[str, Any] = field(default_factory=dict)  # the other keys of [model]: fields of the model's Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    dp: int = key(1, "data parallel: copies of the model, each with its share of the batch", at_least=1)
+    pp: int = key(1, "pipeline parallel: ranks that the layers are spread over", at_least=1)
+    ep: int = key(1, "expert parallel; not built yet", at_least=1)
+    cp: int = key(1, "context parallel; not built yet", at_least=1)
+    tp: int = key(1, "tensor parallel: devices that share each layer", at_least=1)
+    virtual_stages: int = key(1, "chunks of layers on each pipeline rank (v)", at_least=1)
+    schedule: Literal["1f1b", "interleaved", "gpipe"] = key("1f1b", "order of the pipeline's work")
+    sequence_parallel: bool = key(True, "split activations between layers over tp, along the sequence")
+    zero: Literal[0, 1] = key(1, "1: optimizer states sharded over dp, ep and cp; 0: replicated")
+    context: Literal["ring", "all_gather"] = key("ring", "how attention sees the other cp ranks' keys and values")
+    skip_idle: bool = key(False, "branch around idle pipeline phases instead of masking them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshChoice:
+    name: str = key("cpu", "a machine in meshes/; cpu emulates the devices")
+    file: str = key("", "your own machine file, relative to the run file; used instead of name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    steps: int = key(MISSING, "optimizer steps", at_least=1)
+    seq_len: int = key(MISSING, "tokens in a sequence", at_least=1)
+    global_batch_size: int = key(MISSING, "sequences in a step, over all devices", at_least=1)
+    micro_batch_size: int = key(1, "sequences in a microbatch, on each dp and ep rank", at_least=1)
+    remat: Literal["none", "selective", "full"] = key("full", "what the backward pass recomputes")
+    precision: Literal["bfloat16", "float32"] = key("bfloat16", "of weights and activations; accumulation is float32")
+    seed: int = key(0, "of initialisation and data order", at_least=0)
+    eval_every: int = key(0, "steps between evaluations; 0: only at the end", at_least=0)
+    eval_batches: int = key(8, "global batches in an evaluation", at_least=1)
+    max_skipped: int = key(100, "stop the run after this many steps with gradients that are not finite", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    learning_rate: float = key(3e-4, "peak, reached after warm-up", above=0)
+    min_learning_rate_ratio: float = key(0.1, "last learning rate over the peak", at_least=0, at_most=1)
+    warmup_steps: int = key(0, "steps of linear warm-up", at_least=0)
+    schedule: Literal["cosine", "linear", "constant"] = key("cosine", "shape of the decay after warm-up")
+    weight_decay: float = key(0.1, "AdamW's, off norms and biases", at_least=0)
+    beta1: float = key(0.9, "decay of Adam's first moment", at_least=0, below=1)
+    beta2: float = key(0.95, "decay of Adam's second moment", at_least=0, below=1)
+    epsilon: float = key(1e-8, "added to the root of Adam's second moment", above=0)
+    clip_norm: float = key(1.0, "global gradient norm is clipped to this; 0: no clipping", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    source: Literal["python-stdlib", "synthetic"] = key("python-stdlib", "the text to train on")
+    tokenizer: Literal["bytes"] = key("bytes", "how text becomes tokens")
+    valid_fraction: float = key(0.05, "share of the files held out for evaluation", above=0, below=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    every: int = key(0, "steps between checkpoints; 0: only at the end and on Ctrl-C", at_least=0)
+    keep: int = key(2, "newest checkpoints kept", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    dir: str = key(MISSING, "folder of the run: run.toml as resolved, metrics.jsonl, checkpoints/")
+    every: int = key(1, "steps between lines of metrics", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    model: Model
+    parallel: Parallel = Parallel()
+    mesh: MeshChoice = MeshChoice()
+    train: Train
+    optimizer: Optimizer = Optimizer()
+    data: Data = Data()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each (dp, ep) rank: m."""
+        return self.train.global_batch_size // (self.parallel.dp * self.parallel.ep * self.train.micro_batch_size)
+
+    @property
+    def devices(self) -> int:
+        parallel = self.parallel
+        return parallel.pp * parallel.dp * parallel.ep * parallel.cp * parallel.tp
+
+
+SECTIONS: dict[str, type] = get_type_hints(RunConfig)
+
+
+def keys_of(section: type) -> list[dataclasses.Field[Any]]:
+    """The fields that are keys of a run file (all but Model.overrides)."""
+    return [f for f in dataclasses.fields(section) if "doc" in f.metadata]
+
+
+# Values and messages
+
+
+def show(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(show, value))}]"
+    if isinstance(value, dict):
+        items = (f"{k if re.fullmatch('[A-Za-z0-9_-]+', k) else show(k)} = {show(v)}" for k, v in value.items())
+        return f"{{{', '.join(items)}}}"
+    return str(value)
+
+
+def either(words: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The known name closest to `name`, or all of them where none is close."""
+    known = list(known)
+    return either(prefix + word for word in difflib.get_close_matches(name, known, n=1) or known)
+
+
+def matches(value: Any, hint: Any) -> bool:
+    """Whether a TOML value has the type of an annotation. An int is a float; a bool is neither."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in args)
+    if origin in (Union, types.UnionType):
+        return any(matches(value, arg) for arg in args)
+    if origin is dict:
+        return isinstance(value, dict) and all(matches(v, args[1]) for v in value.values())
+    if origin in (tuple, list):
+        return isinstance(value, list) and all(matches(v, args[0]) for v in value)
+    return type(value) is hint
+
+
+def kind(hint: Any) -> str:
+    """An annotation in words."""
+    if get_origin(hint) is Literal:
+        return either(map(show, get_args(hint)))
+    words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string", list: "a list"}
+    return words.get(hint) or words.get(get_origin(hint)) or ("a table" if get_origin(hint) is dict else str(hint))
+
+
+def value_problem(name: str, value: Any, hint: Any, default: Any, bounds: Mapping[str, float]) -> str | None:
+    """What is wrong with one key's value: its type, its choice or its bounds."""
+    if not matches(value, hint):
+        if get_origin(hint) is Literal:
+            return f"{name} = {show(value)} is not a choice of this release; use {kind(hint)}"
+        example = _as_type(value, hint, default)
+        return f"{name} = {show(value)} must be {kind(hint)}{'' if example is MISSING else f'; use {show(example)}'}"
+    broken = [rule for rule, bound in bounds.items() if not BOUNDS[rule][1](value, bound)]
+    if not broken:
+        return None
+    must = " and ".join(f"{BOUNDS[rule][0]} {bound}" for rule, bound in bounds.items())
+    nearest = {"at_least": "{} or more", "at_most": "{} or less"}.get(broken[0], f"for example {show(default)}")
+    return f"{name} = {show(value)} must be {must}; use {nearest.format(bounds[broken[0]])}"
+
+
+def _as_type(value: Any, hint: Any, default: Any) -> Any:
+    """The value nearest to `value` that has the type, or the default."""
+    if hint is str and isinstance(value, int | float):
+        return show(value)
+    if hint is bool:
+        return str(value).lower() in ("true", "yes", "on", "1")
+    try:
+        return {int: lambda: round(float(value)), float: lambda: float(value)}[hint]()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return default
+
+
+# Reading
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError where there is no such file, or no TOML in it."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}; give the path of a TOML file"]) from None
+    except ValueError as error:  # TOMLDecodeError names line and column; UnicodeDecodeError the byte
+        raise ConfigError([f"{path}: not TOML: {error}"]) from None
+
+
+def build(cls: type[T], table: dict[str, Any], prefix: str = "") -> tuple[T, dict[str, str]]:
+    """`table` as a `cls`, and the problems by key. A wrong or missing value is replaced by the default or by an empty
+    value of its type, so that later checks can go on."""
+    hints, fields = get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    problems, values = {}, {}
+    for name in sorted(table.keys() - fields.keys()):
+        use = either(_homes(name)) if _homes(name) else suggest(name, fields, prefix)
+        problems[prefix + name] = f"{prefix}{name} = {show(table[name])} is not a known key; use {use}"
+    for name, f in fields.items():
+        hint, bounds = hints[name], f.metadata.get("bounds", {})
+        if name in table:
+            problem = value_problem(prefix + name, table[name], hint, f.default, bounds)
+            if problem is None:
+                values[name] = float(table[name]) if hint is float else table[name]
+                continue
+        elif f.default is not MISSING or f.default_factory is not MISSING:
+            continue
+        else:
+            problem = f"{prefix}{name} is missing and has no default; set it to {kind(hint)}"
+        problems[prefix + name] = problem
+        if f.default is MISSING:
+            values[name] = get_args(hint)[0] if get_origin(hint) is Literal else (get_origin(hint) or hint)()
+    return cls(**values), problems
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, str]]:
+    """The run file with its overrides (`train.steps=20`), and the problems by key (see `build`)."""
+    path, problems = Path(path), {}
+    tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in read_toml(path).items():
+        if isinstance(value, dict) and name in SECTIONS:
+            tables[name] = {k: _full_path(k, v, path.parent) for k, v in value.items()}
+        elif name in SECTIONS:
+            problems[name] = f"{name} = {show(value)} is not a section; write [{name}] and its keys below it"
+        elif _homes(name):
+            problems[name] = f"{name} = {show(value)} stands outside of its section; use {either(_homes(name))}"
+        else:
+            problems[name] = f"[{name}] is not a known section; use {suggest(name, SECTIONS)}"
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        section, _, name = dotted.strip().partition(".")
+        if equals and name and section in SECTIONS:
+            tables[section][name] = _full_path(name, _parse(text.strip()), Path())
+        else:
+            use = either(_homes(section)) if _homes(section) else f"{suggest(section, SECTIONS)}.{name or 'key'}"
+            problems[override] = f"override {show(override)} is not section.key=value; use {use}={text}"
+    tables["model"] = _split_overrides(tables["model"])
+    sections = {}
+    for section, cls in SECTIONS.items():
+        sections[section], wrong = build(cls, tables[section], f"{section}.")
+        problems |= wrong
+    return RunConfig(**sections), problems
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run file with its overrides. Raises ConfigError with every problem of a single key."""
+    config, problems = read(path, overrides)
+    if problems:
+        raise ConfigError(list(problems.values()))
+    return config
+
+
+def _homes(name: str) -> list[str]:
+    """The sections' keys of that name, dotted."""
+    return [f"{section}.{name}" for section, cls in SECTIONS.items() if any(f.name == name for f in keys_of(cls))]
+
+
+def _full_path(name: str, value: Any, base: Path) -> Any:
+    """Makes a `file` absolute: it is relative to the run file or, on the command line, to the working directory."""
+    if name == "file" and isinstance(value, str) and value:
+        return str((base / Path(value).expanduser()).resolve())
+    return value
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _split_overrides(table: dict[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in keys_of(Model)}
+    own = {name: value for name, value in table.items() if name in names}
+    return own | {"overrides": {name: value for name, value in table.items() if name not in names}}
+
+
+# Writing
+
+
+def to_toml(config: RunConfig) -> str:
+    """The run file as resolved, every key written out; `load` reads it back equal."""
+    lines = []
+    for section in SECTIONS:
+        table = dataclasses.asdict(getattr(config, section))
+        table |= table.pop("overrides", {})
+        lines += [f"[{section}]", *(f"{name} = {show(value)}" for name, value in table.items()), ""]
+    return "\n".join(lines)
+
+
+def markdown_tables() -> str:
+    """The tables of docs/config.md, one a section."""
+    parts = []
+    for section, cls in SECTIONS.items():
+        hints, rows = get_type_hints(cls), []
+        for f in keys_of(cls):
+            bounds = " and ".join(f"{BOUNDS[rule][0]} {bound}" for rule, bound in f.metadata["bounds"].items())
+            default = "required" if f.default is MISSING else f"`{show(f.default)}`"
+            rows.append(
+                f"| `{f.name}` | {f'{kind(hints[f.name])} {bounds}'.strip()} | {default} | {f.metadata['doc']} |"
+            )
+        if cls is Model:
+            rows.append(
+                "| any other | as in the model's `Config` | the preset's | a field of `Config`: `layers = 16` |"
+            )
+        parts.append("\n".join([f"## [{section}]", "", "| key | value | default | |", "|---|---|---|---|", *rows, ""]))
+    return "\n".join(parts)
