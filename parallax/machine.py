@@ -1,0 +1,57 @@
+"""A machine: chip, node, links and compile target, read from meshes/*.toml or from the user's own file. No jax."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from parallax.config import ConfigError, MeshChoice, build, key, read_toml, show, suggest
+
+MESHES = Path(__file__).parent / "meshes"
+PRECISIONS = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One kind of device and its network. Bandwidths are bytes a second of one device, in one direction."""
+
+    name: str = key(MISSING, "as [mesh] name has it")
+    platform: Literal["cpu", "gpu", "tpu"] = key(MISSING, "jax's name of the platform")
+    hbm_bytes: int = key(MISSING, "memory of a device; 0: it shares the host's", at_least=0)
+    hbm_bytes_per_s: float = key(MISSING, "memory bandwidth; 0: not known", at_least=0)
+    devices_per_node: int = key(MISSING, "devices of a host (TPU: of a virtual machine)", at_least=1)
+    link_inside_bytes_per_s: float = key(MISSING, "to devices of the same node; all links together", at_least=0)
+    link_across_bytes_per_s: float = key(MISSING, "to other nodes (TPU: of the same slice)", at_least=0)
+    link_across_slices_bytes_per_s: float = key(0.0, "TPU: to other slices; 0 elsewhere", at_least=0)
+    peak_flops: dict[str, float] = key(MISSING, "dense peak by precision; none for emulated devices")
+    compile_target: dict[str, str] = key(MISSING, "for `compile`: kind, and the TPU topology or XLA's GPU target name")
+
+
+def machine_names() -> list[str]:
+    """The machines that come with parallax."""
+    return sorted(path.stem for path in MESHES.glob("*.toml"))
+
+
+def load_machine(choice: MeshChoice) -> Machine:
+    """The machine of a run file's [mesh]. Raises ConfigError with every problem of its file."""
+    path = Path(choice.file) if choice.file else MESHES / f"{choice.name}.toml"
+    if not choice.file and choice.name not in machine_names():
+        use = suggest(choice.name, machine_names())
+        raise ConfigError([f"mesh.name = {show(choice.name)} is not a machine of meshes/; use {use} or a mesh.file"])
+    machine, problems = build(Machine, read_toml(path), f"{path}: ")
+    lines = [*problems.values(), *(f"{path}: {problem}" for problem in _peak_problems(machine.peak_flops))]
+    if lines:
+        raise ConfigError(lines)
+    return machine
+
+
+def _peak_problems(peak_flops: dict[str, Any]) -> list[str]:
+    lines = []
+    for precision, flops in peak_flops.items():
+        if precision not in PRECISIONS:
+            use = suggest(precision, PRECISIONS)
+            lines.append(f"peak_flops.{precision} = {show(flops)} is not a known precision; use {use}")
+        elif flops <= 0:
+            lines.append(f"peak_flops.{precision} = {show(flops)} must be greater than 0; leave it out if not known")
+    return lines
