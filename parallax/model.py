@@ -1,0 +1,96 @@
+"""A model file as pure functions over trees of arrays: what the pipeline and the optimizer work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from parallax.nn.weights import ATTENTION, PRODUCT
+from parallax.shape import ModelShape
+
+REMAT = {  # what the forward keeps for the backward, besides a layer's input
+    "none": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION),
+    "selective": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of a layer, or of the embedding or head: its shape and the logical name of each dimension."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay applies to matrices; norm gains and biases are vectors."""
+        return len(self.shape) > 1
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """`weights` is a tree {"blocks": one layer's, "embed", "head"} of `Weight`. The functions take trees of arrays of
+    the same structure, a single layer's for `block`, in whatever dtype the products are to run."""
+
+    module: ModuleType
+    config: Any
+    shape: ModelShape
+    remat: str = "full"
+    weights: dict = field(init=False)
+    _graphs: dict = field(init=False)
+
+    def __post_init__(self):
+        graphs, weights = {}, {}
+        for part, cls in self._parts().items():
+            graphs[part], state = nnx.split(nnx.eval_shape(lambda cls=cls: cls(self.config, rngs=nnx.Rngs(0))))
+            variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+            described = [Weight(v.get_value().shape, v.get_metadata()["out_sharding"]) for v in variables]
+            weights[part] = jax.tree.unflatten(jax.tree.structure(nnx.to_pure_dict(state)), described)
+        object.__setattr__(self, "_graphs", graphs)
+        object.__setattr__(self, "weights", weights)
+
+    def _parts(self) -> dict[str, type]:
+        return {"blocks": self.module.Block, "embed": self.module.Embed, "head": self.module.Head}
+
+    @property
+    def layers(self) -> int:
+        return len(self.shape.layers)
+
+    def init(self, key: jax.Array) -> dict:
+        """float32 weights, layers stacked [L, …] in model order; the same numbers on any layout."""
+        keys = dict(zip(("embed", "head", "blocks"), jax.random.split(key, 3), strict=True))
+        fresh = lambda part, key: nnx.to_pure_dict(
+            nnx.state(self._parts()[part](self.config, rngs=nnx.Rngs(params=key)), nnx.Param)
+        )
+        blocks = jax.vmap(lambda key: fresh("blocks", key))(jax.random.split(keys["blocks"], self.layers))
+        return {"blocks": blocks, "embed": fresh("embed", keys["embed"]), "head": fresh("head", keys["head"])}
+
+    def context(self, positions_S: jax.Array):
+        return self.module.context(self.config, positions_S)
+
+    def embed(self, weights: dict, tokens_BS: jax.Array, positions_S: jax.Array) -> jax.Array:
+        return nnx.merge(self._graphs["embed"], weights)(tokens_BS, positions_S)
+
+    def block(self, weights: dict, x_BSD: jax.Array, context) -> jax.Array:
+        """One layer, with `remat` deciding what its vjp keeps."""
+        run = lambda weights, x_BSD, context: nnx.merge(self._graphs["blocks"], weights)(x_BSD, context)
+        return jax.checkpoint(run, prevent_cse=False, policy=REMAT[self.remat])(weights, x_BSD, context)
+
+    def loss(self, outer: dict, x_BSD: jax.Array, targets_BS: jax.Array) -> jax.Array:
+        """Mean nats a token; `outer` holds "embed" and "head"."""
+        embed = nnx.merge(self._graphs["embed"], outer["embed"])
+        return nnx.merge(self._graphs["head"], outer["head"])(x_BSD, targets_BS, embed)
+
+    def plain_loss(self, weights: dict, tokens_BS: jax.Array, targets_BS: jax.Array) -> jax.Array:
+        """The whole model in one piece, layers stacked [L, …]: for one device, and to compare with."""
+        positions_S = jnp.arange(tokens_BS.shape[1])
+        context = self.context(positions_S)
+        x_BSD = self.embed(weights["embed"], tokens_BS, positions_S)
+        x_BSD, _ = jax.lax.scan(lambda x, w: (self.block(w, x, context), None), x_BSD, weights["blocks"])
+        return self.loss(weights, x_BSD, targets_BS)

@@ -1,0 +1,146 @@
+"""From logical weight axes to mesh axes, and the constraints that the layers ask for by name.
+
+A weight names its dimensions ("embed", "heads", "ff", "vocab", …); `LOGICAL` says which mesh axes split each of them.
+Layers never name a mesh axis: they ask for `gather_sequence`, `scatter_sequence` or `split_last`, which do what the
+`Layout` in force says, and nothing where none is (the plain single-device program).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+AXES = ("pp", "dp", "ep", "cp", "tp")  # slowest link first: tp varies fastest and stays inside a node
+MANUAL = ("pp", "dp", "ep", "cp")  # what the pipeline handles by hand; tp is left to XLA
+BATCH = ("dp", "ep")
+REPLICAS = ("dp", "ep", "cp")  # dense weights are equal, and gradients summed, over these
+
+LOGICAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "embed": (),  # model width
+        "position": (),
+        "heads": ("tp",),
+        "kv_heads": ("tp",),
+        "ff": ("tp",),
+        "vocab": ("pp", "tp"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one run is laid out: the size of each mesh axis and what is replicated after all."""
+
+    sizes: Mapping[str, int]
+    sequence_parallel: bool = True
+    replicated: frozenset[str] = field(default_factory=frozenset)  # logical axes kept whole on every rank
+
+    def __getattr__(self, axis: str) -> int:
+        if axis in AXES:
+            return self.sizes.get(axis, 1)
+        raise AttributeError(axis)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same dense weights: dp · ep · cp."""
+        return self.dp * self.ep * self.cp
+
+    def mesh_axes(self, logical: str) -> tuple[str, ...]:
+        return () if logical in self.replicated else LOGICAL[logical]
+
+    def spec(self, axes: tuple[str, ...]) -> P:
+        """The PartitionSpec of a weight whose dimensions have these logical names."""
+        return P(*(self.mesh_axes(axis) or None for axis in axes))
+
+    def shards(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """All mesh axes that split a weight with these logical axes."""
+        return tuple(mesh_axis for axis in axes for mesh_axis in self.mesh_axes(axis))
+
+    @property
+    def sequence(self) -> P:
+        """A [B, S, D] activation between layers: split along S over tp under sequence parallelism, else whole."""
+        return P(None, "tp", None) if self.sequence_parallel else P(None, None, None)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this layout the one that layers traced inside the block follow."""
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+
+_active: ContextVar[Layout | None] = ContextVar("layout", default=None)
+
+
+def current() -> Layout | None:
+    """The layout in force, or None in a plain single-device program."""
+    return _active.get()
+
+
+def only(spec: P, keep: tuple[str, ...]) -> P:
+    """A PartitionSpec with all mesh axes but `keep` left out."""
+
+    def part(entry):
+        names = tuple(a for a in ((entry,) if isinstance(entry, str) else entry or ()) if a in keep)
+        return names or None
+
+    return P(*(part(entry) for entry in spec))
+
+
+def constrain(x: jax.Array, spec: P) -> jax.Array:
+    """Pin the tp sharding of an activation inside the pipeline; nothing in a plain program."""
+    layout = current()
+    return x if layout is None or layout.tp == 1 else lax.with_sharding_constraint(x, spec)
+
+
+def between_layers(x_BSD: jax.Array) -> jax.Array:
+    """Pin an activation to the form that it has between layers."""
+    layout = current()
+    return x_BSD if layout is None else constrain(x_BSD, layout.sequence)
+
+
+def split_last(x: jax.Array, logical: str) -> jax.Array:
+    """Pin the last dimension of a column-parallel product, named `logical`, to tp; whole where the layout says so."""
+    layout = current()
+    if layout is None:
+        return x
+    axis = "tp" if "tp" in layout.mesh_axes(logical) else None
+    return constrain(x, P(*(None,) * (x.ndim - 1), axis))
+
+
+def gather_sequence(x_BSD: jax.Array) -> jax.Array:
+    """Whole sequence on every tp rank; its gradient is summed and split along the sequence again.
+
+    The pair gather/scatter (Korthikanti et al. 2022, arXiv 2205.05198, g and ḡ of figure 5). Their gradients are
+    written out, since with plain constraints XLA gathers the incoming gradient twice."""
+    layout = current()
+    return x_BSD if layout is None or layout.tp == 1 else _reshard(x_BSD, P(None, None, None), layout.sequence)
+
+
+def scatter_sequence(x_BSD: jax.Array) -> jax.Array:
+    """Partial sums of a row-parallel product, summed over tp and split along the sequence; its gradient is gathered."""
+    layout = current()
+    return x_BSD if layout is None or layout.tp == 1 else _reshard(x_BSD, layout.sequence, P(None, None, None))
+
+
+def _reshard(x: jax.Array, forward: P, backward: P) -> jax.Array:
+    @jax.custom_vjp
+    def move(x):
+        return lax.with_sharding_constraint(x, forward)
+
+    move.defvjp(lambda x: (move(x), None), lambda _, dx: (lax.with_sharding_constraint(dx, backward),))
+    return move(x)
+
+
+def tensor_map(f, in_specs, out_specs):
+    """`f` mapped by hand over tp inside the pipeline (where pp, dp, ep and cp are by hand already)."""
+    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names={"tp"}, check_vma=False)
