@@ -10,8 +10,9 @@ gives it a slot that nobody needs (`*_valid = 0`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise, product
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -108,17 +109,18 @@ def place(schedule: Schedule) -> dict[Op, int]:
 
     Raises ScheduleError, naming the op, where an op is missing, doubled, on the wrong rank, or never becomes ready.
     """
-    _check_complete(schedule)
+    check_complete(schedule)
     last = schedule.stages - 1
+    never = 2 * schedule.stages * schedule.microbatches  # more than all ops one after the other
+    ran = {kind: [[never] * schedule.microbatches for _ in range(schedule.stages)] for kind in "FB"}
     tick_of: dict[Op, int] = {}
     todo = [list(reversed(order)) for order in schedule.orders]
 
     def ready(op: Op, now: int) -> bool:
-        never = now + 1
-        if op.kind == "F":
-            return op.stage == 0 or tick_of.get(Op("F", op.stage - 1, op.microbatch), never) < now
-        mine = tick_of.get(Op("F", op.stage, op.microbatch), never) <= now
-        return mine and (op.stage == last or tick_of.get(Op("B", op.stage + 1, op.microbatch), never) < now)
+        kind, stage, mb = op
+        if kind == "F":
+            return stage == 0 or ran["F"][stage - 1][mb] < now
+        return ran["F"][stage][mb] <= now and (stage == last or ran["B"][stage + 1][mb] < now)
 
     now = 0
     while any(todo):
@@ -126,7 +128,8 @@ def place(schedule: Schedule) -> dict[Op, int]:
         for queue in todo:
             for kind in "FB":
                 if queue and queue[-1].kind == kind and ready(queue[-1], now):
-                    tick_of[queue.pop()] = now
+                    op = queue.pop()
+                    tick_of[op] = ran[kind][op.stage][op.microbatch] = now
         if len(tick_of) == placed:
             stuck = ", ".join(f"rank {r} waits to run {queue[-1]}" for r, queue in enumerate(todo) if queue)
             raise ScheduleError(f"{schedule.name}: no rank can go on at tick {now}: {stuck}")
@@ -134,16 +137,12 @@ def place(schedule: Schedule) -> dict[Op, int]:
     return tick_of
 
 
-def _check_complete(schedule: Schedule) -> None:
+def check_complete(schedule: Schedule) -> None:
+    """Raise ScheduleError, naming the op, unless every rank runs each op of its own stages exactly once."""
     kinds = "FB" if schedule.has_backward else "F"
     for rank, order in enumerate(schedule.orders):
-        wanted = {
-            Op(kind, stage, mb)
-            for kind in kinds
-            for stage in range(rank, schedule.stages, schedule.pp)
-            for mb in range(schedule.microbatches)
-        }
-        seen: set[Op] = set()
+        wanted = set(product(kinds, range(rank, schedule.stages, schedule.pp), range(schedule.microbatches)))
+        seen = set()
         for op in order:
             if op not in wanted:
                 raise ScheduleError(f"{schedule.name}: rank {rank} cannot run {op}")
@@ -151,34 +150,32 @@ def _check_complete(schedule: Schedule) -> None:
                 raise ScheduleError(f"{schedule.name}: rank {rank} runs {op} twice")
             seen.add(op)
         if seen != wanted:
-            raise ScheduleError(f"{schedule.name}: rank {rank} never runs {min(wanted - seen)}")
+            kind, stage, mb = min(wanted - seen)
+            raise ScheduleError(f"{schedule.name}: rank {rank} never runs {stage}{kind}{mb}")
 
 
-class _Interval(NamedTuple):
-    """A value that is written at tick `start` and read for the last time at tick `stop`."""
+def assign_slots(starts: np.ndarray, stops: np.ndarray, ticks: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """First-fit slots for values written at ticks `starts` and last read at ticks `stops`: no two values share a slot
+    in a tick. → slot of each value, spare slot of each tick, number of slots.
 
-    key: Op
-    start: int
-    stop: int
-
-
-def assign_slots(intervals: Iterable[_Interval], ticks: int) -> tuple[dict[Op, int], list[int], int]:
-    """First-fit slots: no two values share a slot in a tick. → slot by key, spare slot by tick, number of slots.
-
-    The spare slot of a tick is one that holds nothing in that tick; a masked write goes there."""
-    free_from: list[int] = []  # slot → first tick at which it is free again
-    busy: list[set[int]] = [set() for _ in range(ticks)]
-    slot_of: dict[Op, int] = {}
-    for key, start, stop in sorted(intervals, key=lambda i: i.start):
-        slot = next((s for s, free in enumerate(free_from) if free <= start), len(free_from))
-        if slot == len(free_from):
-            free_from.append(0)
-        free_from[slot] = stop + 1
-        slot_of[key] = slot
-        for tick in range(start, stop + 1):
-            busy[tick].add(slot)
-    spare = [next(s for s in range(len(taken) + 1) if s not in taken) for taken in busy]
-    return slot_of, spare, len(free_from)
+    The spare slot of a tick is the first that holds nothing in that tick; a masked write goes there."""
+    values = sorted(zip(starts.tolist(), stops.tolist(), range(len(starts)), strict=True))
+    slot_of = np.zeros(len(starts), np.int32)
+    free: list[int] = []  # heap of slots
+    taken: list[tuple[int, int]] = []  # heap of (last tick, slot)
+    slots = 0
+    for start, stop, i in values:
+        while taken and taken[0][0] < start:
+            heappush(free, heappop(taken)[1])
+        if not free:
+            free.append(slots)
+            slots += 1
+        slot_of[i] = slot = heappop(free)
+        heappush(taken, (stop, slot))
+    busy = np.zeros((slots + 1, ticks), bool)  # one more, never busy
+    for start, stop, i in values:
+        busy[slot_of[i], start : stop + 1] = True
+    return slot_of, busy.argmin(axis=0), slots
 
 
 def tick_table(schedule: Schedule) -> TickTable:
@@ -188,69 +185,67 @@ def tick_table(schedule: Schedule) -> TickTable:
     ticks = 1 + max(tick_of.values())
     cells = np.zeros((ticks, p, len(FIELDS)), np.int32)
     view = Row(*np.moveaxis(cells, -1, 0))  # each field a writable [tick, rank] view
+    f_tick, b_tick, stash_slot = np.zeros((3, schedule.stages, schedule.microbatches), np.int32)
+    for (kind, stage, mb), tick in tick_of.items():
+        (f_tick if kind == "F" else b_tick)[stage, mb] = tick
     stash = activations = gradients = 1
 
     for rank, order in enumerate(schedule.orders):
-        forwards = [op for op in order if op.kind == "F"]
-        backwards = [op for op in order if op.kind == "B"]
-        pair = {op: Op("B", op.stage, op.microbatch) for op in forwards}
-        idle_f = np.ones(ticks, bool)
-        idle_f[[tick_of[op] for op in forwards]] = False
+        stage, mb = _columns(order, "F")
+        t = f_tick[stage, mb]
+        view.f_valid[t, rank], view.f_microbatch[t, rank], view.f_chunk[t, rank] = 1, mb, stage // p
+        view.f_first[t, rank] = stage == 0
 
-        live = [_Interval(op, tick_of[op], tick_of.get(pair[op], tick_of[op])) for op in forwards]
-        slot, spare, n = assign_slots(live, ticks)
-        stash = max(stash, n, 1 + max(np.asarray(spare)[idle_f], default=0))
+        slot, spare, n = assign_slots(t, b_tick[stage, mb] if schedule.has_backward else t, ticks)
+        stash = max(stash, n, 1 + _top_spare(spare, t))
+        stash_slot[stage, mb] = slot
         view.f_slot[:, rank] = spare
+        view.f_slot[t, rank] = slot
 
-        arriving = {op: 1 + tick_of[Op("F", op.stage - 1, op.microbatch)] for op in forwards if op.stage}
-        inbox, spare, n = assign_slots((_Interval(op, t, tick_of[op]) for op, t in arriving.items()), ticks)
-        activations = max(activations, n, 1 + _top_spare(spare, arriving.values()))
-        view.f_put[:, rank] = spare
+        stage, mb = stage[stage > 0], mb[stage > 0]
+        arrival = 1 + f_tick[stage - 1, mb]
+        activations = max(activations, _inbox(arrival, f_tick[stage, mb], view.f_put[:, rank], view.f_get[:, rank]))
 
-        returning = {op: 1 + tick_of[Op("B", op.stage + 1, op.microbatch)] for op in backwards if op.stage < last}
-        outbox, spare, n = assign_slots((_Interval(op, t, tick_of[op]) for op, t in returning.items()), ticks)
-        gradients = max(gradients, n, 1 + _top_spare(spare, returning.values()))
-        view.b_put[:, rank] = spare
+        stage, mb = _columns(order, "B")
+        t = b_tick[stage, mb]
+        view.b_valid[t, rank], view.b_microbatch[t, rank], view.b_chunk[t, rank] = 1, mb, stage // p
+        view.b_last[t, rank], view.b_slot[t, rank] = stage == last, stash_slot[stage, mb]
 
-        for op in forwards:
-            t = tick_of[op]
-            view.f_valid[t, rank], view.f_microbatch[t, rank], view.f_chunk[t, rank] = 1, op.microbatch, op.stage // p
-            view.f_first[t, rank], view.f_slot[t, rank] = op.stage == 0, slot[op]
-            if op in arriving:
-                view.f_put[arriving[op], rank] = view.f_get[t, rank] = inbox[op]
-        for op in backwards:
-            t = tick_of[op]
-            view.b_valid[t, rank], view.b_microbatch[t, rank], view.b_chunk[t, rank] = 1, op.microbatch, op.stage // p
-            view.b_last[t, rank], view.b_slot[t, rank] = op.stage == last, slot[Op("F", op.stage, op.microbatch)]
-            if op in returning:
-                view.b_put[returning[op], rank] = view.b_get[t, rank] = outbox[op]
+        stage, mb = stage[stage < last], mb[stage < last]
+        arrival = 1 + b_tick[stage + 1, mb]
+        gradients = max(gradients, _inbox(arrival, b_tick[stage, mb], view.b_put[:, rank], view.b_get[:, rank]))
 
-    losses = _shared_fields(schedule, tick_of, view, ticks)
-    buffers = Buffers(int(stash), int(activations), int(gradients), losses)
-    return TickTable(schedule, cells, _runs(view), buffers, tick_of)
+    # The fields that are the same on every rank.
+    mb = np.arange(schedule.microbatches)
+    first, leaving = f_tick[0], f_tick[last]
+    view.embed_valid[first], view.embed_microbatch[first] = 1, mb[:, None]
+    slot, _, losses = assign_slots(leaving, b_tick[last] if schedule.has_backward else leaving, ticks)
+    view.loss_valid[leaving], view.loss_microbatch[leaving], view.loss_put[leaving] = 1, mb[:, None], slot[:, None]
+    if schedule.has_backward:
+        view.b_loss_get[b_tick[last]] = slot[:, None]
+        view.embed_grad_valid[b_tick[0]], view.embed_grad_microbatch[b_tick[0]] = 1, mb[:, None]
 
-
-def _top_spare(spare: list[int], arrivals: Iterable[int]) -> int:
-    taken = set(arrivals)
-    return max((slot for tick, slot in enumerate(spare) if tick not in taken), default=0)
+    return TickTable(schedule, cells, _runs(view), Buffers(stash, activations, gradients, losses), tick_of)
 
 
-def _shared_fields(schedule: Schedule, tick_of: dict[Op, int], view: Row[np.ndarray], ticks: int) -> int:
-    """Fill the fields that are the same on every rank; → slots of the loss inbox."""
-    last = schedule.stages - 1
-    leaving = [op for op in schedule.orders[last % schedule.pp] if op.kind == "F" and op.stage == last]
-    back = {op: Op("B", last, op.microbatch) for op in leaving}
-    live = [_Interval(op, tick_of[op], tick_of.get(back[op], tick_of[op])) for op in leaving]
-    slot, _, n = assign_slots(live, ticks)
-    for op in leaving:
-        mb, first, t = op.microbatch, tick_of[Op("F", 0, op.microbatch)], tick_of[op]
-        view.embed_valid[first], view.embed_microbatch[first] = 1, mb
-        view.loss_valid[t], view.loss_microbatch[t], view.loss_put[t] = 1, mb, slot[op]
-        if back[op] in tick_of:
-            end = tick_of[Op("B", 0, mb)]
-            view.b_loss_get[tick_of[back[op]]] = slot[op]
-            view.embed_grad_valid[end], view.embed_grad_microbatch[end] = 1, mb
-    return max(n, 1)
+def _columns(order: tuple[Op, ...], kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Stages and microbatches of the ops of one kind."""
+    stages, microbatches = np.array([op[1:] for op in order if op.kind == kind], np.int32).reshape(-1, 2).T
+    return stages, microbatches
+
+
+def _inbox(arrival: np.ndarray, use: np.ndarray, put: np.ndarray, get: np.ndarray) -> int:
+    """Write the slots of values that wait in an inbox, from tick `arrival` to tick `use`, into one rank's columns `put`
+    and `get`; → slots needed."""
+    slot, spare, n = assign_slots(arrival, use, len(put))
+    put[:] = spare
+    put[arrival] = get[use] = slot
+    return max(n, 1 + _top_spare(spare, arrival))
+
+
+def _top_spare(spare: np.ndarray, used: np.ndarray) -> int:
+    """The highest slot that a masked write goes to; in the ticks `used` the write is not masked."""
+    return int(np.delete(spare, used).max(initial=0))
 
 
 def _runs(view: Row[np.ndarray]) -> tuple[Run, ...]:
@@ -269,5 +264,5 @@ def _runs(view: Row[np.ndarray]) -> tuple[Run, ...]:
     edges = [0, *(1 + np.flatnonzero((np.diff(forward) != 0) | (np.diff(backward) != 0))), ticks]
     return tuple(
         Run(int(a), int(b), bool(forward[a]), bool(view.loss_valid[a:b].any()), bool(backward[a]))
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in pairwise(edges)
     )
