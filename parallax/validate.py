@@ -1,0 +1,226 @@
+"""What the keys of a run file mean for each other, for the model and for the machine. No jax.
+
+A problem is one line of three parts: the value, the rule, the nearest values that work. It names run-file keys dotted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from parallax.config import SECTIONS, ConfigError, RunConfig, build, either, read, show
+from parallax.machine import Machine, load_machine
+from parallax.model_files import load_model
+from parallax.shape import ModelShape
+
+AXES = ("pp", "dp", "ep", "cp", "tp")
+MAX_EMULATED_DEVICES = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A run file whose every check has passed."""
+
+    config: RunConfig
+    model_module: ModuleType
+    model_config: Any
+    shape: ModelShape
+    machine: Machine
+
+
+def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
+    """Reads and checks a run file, its model file and its machine. Raises ConfigError with every problem found."""
+    config, by_key = read(path, overrides)
+    problems = list(by_key.values())
+    machine = module = model_config = shape = None
+    try:
+        machine = load_machine(config.mesh)
+    except ConfigError as error:
+        problems += error.problems
+    if not {"model", "model.name", "model.file"} & by_key.keys():
+        try:
+            module, model_config = load_model(config.model)
+            shape = model_config.shape()
+        except ConfigError as error:
+            problems += error.problems
+    across = [*_check_layout(config)]
+    if shape is not None:
+        across += _check_model(config, shape)
+    if machine is not None:
+        across += _check_machine(config, machine)
+    if machine is not None and machine.platform == "cpu":
+        across += check_devices(config, None, shape)
+    # A wrong key was replaced by its default: what follows from that default is not the user's problem.
+    problems += [line for line in across if not any(wrong in line for wrong in by_key)]
+    if problems:
+        raise ConfigError(problems)
+    assert machine is not None and module is not None and shape is not None
+    return Resolved(config, module, model_config, shape, machine)
+
+
+def check(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:
+    """Every problem of a configuration, also of one that was built in Python and not read from a file."""
+    keys = [
+        problem
+        for name, section in SECTIONS.items()
+        for problem in build(section, dataclasses.asdict(getattr(config, name)), f"{name}.")[1].values()
+    ]
+    return keys or [*_check_layout(config), *_check_model(config, shape), *_check_machine(config, machine)]
+
+
+def check_devices(config: RunConfig, available: int | None, shape: ModelShape | None = None) -> list[str]:
+    """The device equation. `available` None: emulated devices, as many as the layout asks for, up to 512."""
+    fits = (lambda n: n == available) if available is not None else (lambda n: n <= MAX_EMULATED_DEVICES)
+    if fits(config.devices):
+        return []
+    product = " x ".join(f"{axis} {getattr(config.parallel, axis)}" for axis in AXES)
+    limit = f"{available} are available" if available is not None else f"at most {MAX_EMULATED_DEVICES} are emulated"
+    nearest = [
+        f"parallel.{axis} = {size}"
+        for axis in ("dp", "pp", "tp")
+        if (size := _nearest_size(config, axis, fits, available or MAX_EMULATED_DEVICES, shape))
+    ]
+    use = either(nearest) if nearest else f"sizes whose product is {available or MAX_EMULATED_DEVICES}"
+    return [f"parallel: devices = {product} = {config.devices}, but {limit}; use {use}"]
+
+
+def _nearest_size(
+    config: RunConfig, axis: str, fits: Callable[[int], bool], most: int, shape: ModelShape | None
+) -> int | None:
+    """The size of one axis nearest to the given one that makes the devices fit and breaks no rule."""
+    given = getattr(config.parallel, axis)
+    for size in sorted(range(1, most + 1), key=lambda size: abs(size - given)):
+        if fits(config.devices // given * size):
+            parallel = dataclasses.replace(config.parallel, **{axis: size})
+            candidate = dataclasses.replace(config, parallel=parallel)
+            if not any(_check_layout(candidate)) and not (shape and any(_check_model(candidate, shape))):
+                return size
+    return None
+
+
+def _check_layout(config: RunConfig) -> Iterator[str]:
+    """Rules between the run file's own keys."""
+    parallel, train, optimizer = config.parallel, config.train, config.optimizer
+    if parallel.cp > 1:
+        yield f"parallel.cp = {parallel.cp}: context parallelism is not built yet; use 1"
+    if parallel.ep > 1:
+        yield f"parallel.ep = {parallel.ep}: expert parallelism is not built yet; use 1"
+    v = parallel.virtual_stages
+    if v > 1 and parallel.schedule != "interleaved":
+        yield (
+            f'parallel.virtual_stages = {v} needs parallel.schedule = "interleaved", not {show(parallel.schedule)}; '
+            'use virtual_stages = 1 or schedule = "interleaved"'
+        )
+    if v > 1 and parallel.pp == 1:
+        yield f"parallel.virtual_stages = {v} needs parallel.pp of 2 or more, not 1; use virtual_stages = 1 or pp = 2"
+    for axis in ("tp", "cp"):
+        if parallel.skip_idle and getattr(parallel, axis) > 1:
+            yield (
+                f"parallel.skip_idle = true needs parallel.{axis} = 1, not {getattr(parallel, axis)}: a branch must "
+                f"hold no collective; use skip_idle = false or {axis} = 1"
+            )
+    if parallel.sequence_parallel and train.seq_len % parallel.tp:
+        yield (
+            f"train.seq_len = {train.seq_len} is not a multiple of parallel.tp = {parallel.tp}, as sequence parallel "
+            f"needs; use {_nearest_multiples(train.seq_len, parallel.tp)}"
+        )
+    ranks = parallel.dp * parallel.ep * train.micro_batch_size
+    if train.global_batch_size % ranks:
+        yield (
+            f"train.global_batch_size = {train.global_batch_size} is not a multiple of parallel.dp {parallel.dp} x "
+            f"parallel.ep {parallel.ep} x train.micro_batch_size {train.micro_batch_size} = {ranks}; "
+            f"use {_nearest_multiples(train.global_batch_size, ranks)}"
+        )
+    if optimizer.warmup_steps > train.steps:
+        yield (
+            f"optimizer.warmup_steps = {optimizer.warmup_steps} must be at most train.steps = {train.steps}; "
+            f"use {train.steps} or less"
+        )
+
+
+def _check_model(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Rules between the run file and the model. `heads = 32` without a section is a size of the model."""
+    small = [f"{name} = {size} must be at least 1; use 1 or more" for name, size in _sizes(shape) if size < 1]
+    if small:
+        yield from small
+        return
+    parallel, train = config.parallel, config.train
+    tp, layers = parallel.tp, len(shape.layers)
+    for heads, kv_heads in sorted({(layer.heads, layer.kv_heads) for layer in shape.layers}):
+        if heads % kv_heads:
+            yield f"kv_heads = {kv_heads} does not divide heads = {heads}; use {_nearest(kv_heads, _divisors(heads))}"
+            continue
+        works = [size for size in _divisors(heads) if not (kv_heads % size and size % kv_heads)]
+        if heads % tp:
+            yield f"parallel.tp = {tp} does not divide heads = {heads}; use {_nearest(tp, works)}"
+        elif tp not in works:
+            rule = f"neither divides kv_heads = {kv_heads} nor is a multiple of it"
+            yield f"parallel.tp = {tp} {rule}; use {_nearest(tp, works)}"
+    for ff in sorted({layer.ff for layer in shape.layers}):
+        if ff % tp:
+            yield f"parallel.tp = {tp} does not divide ff = {ff}; use {_nearest(tp, _divisors(ff))}"
+    pp, v = parallel.pp, parallel.virtual_stages
+    if layers % (pp * v):
+        rule = "do not divide" if pp * v <= layers else "are more than"
+        yield (
+            f"parallel.pp {pp} x parallel.virtual_stages {v} = {pp * v} stages {rule} layers = {layers}; "
+            f"use a product of {_nearest(pp * v, _divisors(layers))}"
+        )
+    if shape.vocab_size % (pp * tp):
+        yield (
+            f"vocab_size = {shape.vocab_size} is not a multiple of parallel.pp {pp} x parallel.tp {tp} = {pp * tp}; "
+            f"use vocab_size = {_nearest_multiples(shape.vocab_size, pp * tp)}, or a product of "
+            f"{_nearest(pp * tp, _divisors(shape.vocab_size))}"
+        )
+    if config.data.tokenizer == "bytes" and shape.vocab_size < 256:
+        yield f'vocab_size = {shape.vocab_size} is less than the 256 of data.tokenizer = "bytes"; use 256 or more'
+    if 0 < shape.max_positions < train.seq_len:
+        yield (
+            f"train.seq_len = {train.seq_len} is more than the model's {shape.max_positions} learned positions; "
+            f"use {shape.max_positions} or less"
+        )
+
+
+def _check_machine(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Rules between the run file and the machine."""
+    if machine.platform == "cpu":
+        return
+    tp, per_node, precision = config.parallel.tp, machine.devices_per_node, config.train.precision
+    if machine.platform == "gpu" and per_node % tp:
+        yield (
+            f"parallel.tp = {tp} does not divide the {per_node} devices of a node of {machine.name}: a tp group would "
+            f"leave its node; use {_nearest(tp, _divisors(per_node))}"
+        )
+    if precision not in machine.peak_flops:
+        yield (
+            f"train.precision = {show(precision)} has no peak FLOP/s in the mesh {machine.name}, so no MFU; use "
+            f"{either(map(show, machine.peak_flops)) if machine.peak_flops else 'a mesh.file that gives it'}"
+        )
+
+
+def _sizes(shape: ModelShape) -> list[tuple[str, int]]:
+    """The sizes of a model that must be positive, each once."""
+    names = ("heads", "kv_heads", "head_size", "ff")
+    sizes = {(name, getattr(layer, name)) for layer in shape.layers for name in names}
+    return [("layers", len(shape.layers)), ("width", shape.width), ("vocab_size", shape.vocab_size), *sorted(sizes)]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _nearest(given: int, works: Iterable[int]) -> str:
+    """The values that work: all of up to six, else the two nearest below and above `given`."""
+    works = list(works)
+    if len(works) > 6:
+        works = [w for w in works if w < given][-2:] + [w for w in works if w > given][:2]
+    return either(map(str, works))
+
+
+def _nearest_multiples(given: int, step: int) -> str:
+    """The multiples of `step` next to `given`."""
+    below = given // step * step
+    return either(str(n) for n in (below, below + step) if n)
