@@ -16,7 +16,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from parallax.config import ConfigError, Model, either, show, suggest, value_problem
 
-A, T = TypeVar("A"), TypeVar("T")
+A = TypeVar("A")
+T = TypeVar("T")
 MODELS = Path(__file__).parent / "models"
 
 

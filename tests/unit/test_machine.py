@@ -1,0 +1,89 @@
+"""Machines: the eight that come along, the user's own, and files that are wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from parallax.config import ConfigError, MeshChoice
+from parallax.machine import MESHES, Machine, load_machine, machine_names
+
+GIB = 2**30
+# Peak FLOP/s in bfloat16 and GiB of memory, as the vendors' product pages round them.
+PUBLISHED = {
+    "a100-80gb": (312e12, 80),
+    "h100-sxm": (989e12, 80),
+    "h200-sxm": (989e12, 141),
+    "b200": (2.25e15, 180),
+    "tpu-v5e": (197e12, 16),
+    "tpu-v5p": (459e12, 95),
+    "tpu-v6e": (918e12, 32),
+}
+
+
+def test_names():
+    assert machine_names() == sorted([*PUBLISHED, "cpu"])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_figures(name: str):
+    machine = load_machine(MeshChoice(name=name))
+    flops, memory_gib = PUBLISHED[name]
+    assert machine.name == name
+    assert machine.peak_flops["bfloat16"] == pytest.approx(flops, rel=0.001)
+    assert machine.peak_flops.get("float32", 0) < flops / 4  # never TF32
+    assert machine.hbm_bytes / GIB == pytest.approx(memory_gib, rel=0.02)
+    assert machine.link_across_bytes_per_s <= machine.link_inside_bytes_per_s < machine.hbm_bytes_per_s
+    assert (machine.link_across_slices_bytes_per_s > 0) == (machine.platform == "tpu")
+    assert machine.compile_target["kind"] == {"gpu": "cuda", "tpu": "tpu"}[machine.platform]
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "cpu"])
+def test_every_figure_has_a_comment(name: str):
+    for line in (MESHES / f"{name}.toml").read_text().splitlines():
+        value = line.partition(" = ")[2]
+        if value[:1].isdigit():
+            assert "#" in value, f"{name}: {line}"
+
+
+def test_cpu_has_no_peak():
+    machine = load_machine(MeshChoice())
+    assert machine.platform == "cpu" and machine.peak_flops == {}
+
+
+def own(folder: Path, old: str = "", new: str = "") -> MeshChoice:
+    path = folder / "mine.toml"
+    path.write_text((MESHES / "b200.toml").read_text().replace(old, new))
+    return MeshChoice(file=str(path))
+
+
+def test_own_file(tmp_path: Path):
+    machine = load_machine(own(tmp_path, "devices_per_node = 8", "devices_per_node = 4"))
+    assert isinstance(machine, Machine) and machine.devices_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            'platform = "gpu"',
+            'platform = "cuda"',
+            'platform = "cuda" is not a choice of this release; use "cpu", "gpu"',
+        ),
+        ("hbm_bytes =", "hbm_byte =", "hbm_byte = 191514411008 is not a known key; use"),
+        ("hbm_bytes =", "hbm_byte =", "hbm_bytes is missing and has no default; set it to an integer"),
+        ("bfloat16 =", "bf16 =", "peak_flops.bf16 = 2250000000000000.0 is not a known precision; use bfloat16"),
+        ("75e12", "-75e12", "peak_flops.float32 = -75000000000000.0 must be greater than 0"),
+        ("devices_per_node = 8", "devices_per_node = 0", "devices_per_node = 0 must be at least 1"),
+        ("[peak_flops]", "[peak_flops", "not TOML"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, old: str, new: str, expected: str):
+    with pytest.raises(ConfigError) as caught:
+        load_machine(own(tmp_path, old, new))
+    assert any(expected in problem and "mine.toml" in problem for problem in caught.value.problems), caught.value
+
+
+def test_unknown_name():
+    with pytest.raises(ConfigError) as caught:
+        load_machine(MeshChoice(name="h100"))
+    assert caught.value.problems[0].startswith('mesh.name = "h100" is not a machine of meshes/; use h100-sxm')

@@ -1,0 +1,180 @@
+"""Wrong run files, forty of them. Each must be refused with a line that names the value, the rule and what would work."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from parallax.config import ConfigError
+from parallax.validate import check_devices, resolve
+
+ROOT = Path(__file__).parents[2]
+# llama-tiny has 8 layers, 4 heads, 2 key/value heads, ff 384 and a vocabulary of 256.
+GOOD = {
+    "model.name": '"llama-tiny"',
+    "parallel.dp": "2",
+    "parallel.pp": "2",
+    "parallel.tp": "2",
+    "train.steps": "10",
+    "train.seq_len": "128",
+    "train.global_batch_size": "8",
+    "log.dir": '"runs/x"',
+}
+INTERLEAVED = {"parallel.schedule": '"interleaved"'}
+NO_SEQUENCE = {"parallel.sequence_parallel": "false"}
+NO_PRESETS, BAD_SYNTAX, BAD_IMPORT = "x = 1\n", "def f(:\n", "import parallax\n\nparallax.nowhere\n"
+
+# Keys that differ from GOOD (None: left out), and fragments of one line: the value, the rule, the nearest values.
+WRONG = {
+    "unknown key": ({"parallel.fsdp": "2"}, "parallel.fsdp = 2", "not a known key", "use parallel.dp"),
+    "misspelt key": ({"train.sequence_len": "2"}, "train.sequence_len = 2", "not a known key", "use train.seq_len"),
+    "unknown section": ({"optimiser.beta1": "0.9"}, "[optimiser]", "not a known section", "use optimizer"),
+    "wrong section": ({"train.tp": "2"}, "train.tp = 2", "not a known key", "use parallel.tp"),
+    "missing key": ({"train.steps": None}, "train.steps", "is missing", "set it to an integer"),
+    "wrong type": ({"parallel.tp": '"2"'}, 'parallel.tp = "2"', "must be an integer", "use 2"),
+    "bool as int": ({"train.steps": "true"}, "train.steps = true", "must be an integer", "use 1"),
+    "not positive": ({"parallel.dp": "0"}, "parallel.dp = 0", "must be at least 1", "use 1 or more"),
+    "not a fraction": ({"data.valid_fraction": "1.5"}, "= 1.5", "greater than 0 and less than 1", "0.05"),
+    "learning rate": ({"optimizer.learning_rate": "0"}, "learning_rate = 0", "greater than 0", "0.0003"),
+    "schedule from csv": (
+        {"parallel.schedule": '"a.csv"'},
+        '"a.csv"',
+        "not a choice",
+        '"1f1b", "interleaved" or "gpipe"',
+    ),
+    "data from a path": ({"data.source": '"/data"'}, '"/data"', "not a choice", '"python-stdlib" or "synthetic"'),
+    "heads by tp": ({"parallel.tp": "8"}, "parallel.tp = 8", "does not divide heads = 4", "use 1, 2 or 4"),
+    "key/value heads by tp": (
+        {"parallel.tp": "6", "model.heads": "36", "model.head_size": "32", "model.kv_heads": "9"},
+        *("parallel.tp = 6", "neither divides kv_heads = 9 nor is a multiple", "use 1, 3, 9, 18 or 36"),
+    ),
+    "ff by tp": ({"model.ff": "385"}, "parallel.tp = 2", "does not divide ff = 385", "use 1, 5 or 7"),
+    "sequence by tp": ({"train.seq_len": "127"}, "train.seq_len = 127", "parallel.tp = 2", "use 126 or 128"),
+    "batch by dp": ({"train.global_batch_size": "7"}, "global_batch_size = 7", "parallel.dp 2", "use 6 or 8"),
+    "batch below micro batch": ({"train.micro_batch_size": "8"}, "= 8 is not", "micro_batch_size 8 = 16", "use 16"),
+    "layers by stages": ({"model.layers": "9"}, "parallel.pp 2", "do not divide layers = 9", "product of 1, 3 or 9"),
+    "more stages than layers": (
+        INTERLEAVED | {"parallel.virtual_stages": "8"},
+        *("parallel.virtual_stages 8 = 16", "more than layers = 8", "a product of 1, 2, 4 or 8"),
+    ),
+    "virtual stages in 1f1b": ({"parallel.virtual_stages": "2"}, "virtual_stages = 2", 'not "1f1b"', "= 1 or schedule"),
+    "virtual stages without pp": (
+        INTERLEAVED | {"parallel.virtual_stages": "2", "parallel.pp": "1"},
+        *("parallel.virtual_stages = 2", "needs parallel.pp of 2 or more", "use virtual_stages = 1 or pp = 2"),
+    ),
+    "vocabulary by pp and tp": (
+        {"model.vocab_size": "258"},
+        *(
+            "vocab_size = 258",
+            "parallel.pp 2 x parallel.tp 2 = 4",
+            "use vocab_size = 256 or 260, or a product of 2, 3, 6 or 43",
+        ),
+    ),
+    "vocabulary below bytes": ({"model.vocab_size": "128"}, "vocab_size = 128", "less than the 256", "256 or more"),
+    "learned positions": (
+        {"model.name": '"gpt-tiny"', "train.seq_len": "65536"},
+        *("train.seq_len = 65536", "learned positions", "or less"),
+    ),
+    "context parallel": ({"parallel.cp": "2"}, "parallel.cp = 2", "not built yet", "use 1"),
+    "skip_idle with tp": ({"parallel.skip_idle": "true"}, "skip_idle = true", "parallel.tp = 1, not 2", "tp = 1"),
+    "too many devices": (
+        {"parallel.dp": "1024", "train.global_batch_size": "1024"},
+        *("pp 2 x dp 1024 x ep 1 x cp 1 x tp 2 = 4096", "at most 512 are emulated", "use parallel.dp = 128"),
+    ),
+    "tp beyond a gpu node": (
+        {"mesh.name": '"h100-sxm"', "parallel.tp": "16", "model.heads": "16"},
+        *("parallel.tp = 16", "8 devices of a node of h100-sxm", "use 1, 2, 4 or 8"),
+    ),
+    "unknown preset": ({"model.name": '"lama-tiny"'}, '"lama-tiny"', "not a preset", "use llama-tiny"),
+    "unknown machine": ({"mesh.name": '"h100"'}, 'mesh.name = "h100"', "not a machine", "use h100-sxm"),
+    "unknown model field": ({"model.n_layers": "4"}, "model.n_layers = 4", "not a field", "use model.layers"),
+    "model field of another type": ({"model.layers": "4.5"}, "model.layers = 4.5", "must be an integer", "use 4"),
+    "model that cannot be": ({"model.heads": "0"}, "model.heads = 0", "does not make a model", "heads = 4"),
+    "no peak": ({"mesh.name": '"tpu-v5e"', "train.precision": '"float32"'}, '"float32"', "no peak", 'use "bfloat16"'),
+    "warm-up": ({"optimizer.warmup_steps": "11"}, "warmup_steps = 11", "at most train.steps = 10", "use 10 or less"),
+    "no model file": ({"model.file": '"none.py"'}, "none.py", "not a Python file", "models/llama.py"),
+    "model file without presets": ({"model.file": '"no_presets.py"'}, "no_presets.py", "no presets", "PRESETS ="),
+    "model file with bad syntax": ({"model.file": '"bad_syntax.py"'}, "bad_syntax.py", "cannot be imported", "line 1"),
+    "model file that raises": ({"model.file": '"bad_import.py"'}, "bad_import.py", "AttributeError", "nowhere"),
+}
+
+
+def write(folder: Path, changes: Mapping[str, str | None]) -> Path:
+    """A run file with GOOD's keys, changed."""
+    sections: dict[str, list[str]] = {}
+    for dotted, value in {**GOOD, **changes}.items():
+        section, _, name = dotted.partition(".")
+        if value is not None:
+            sections.setdefault(section, []).append(f"{name} = {value}")
+    path = folder / "run.toml"
+    path.write_text("\n".join(line for name, keys in sections.items() for line in (f"[{name}]", *keys)))
+    for name, text in (("no_presets", NO_PRESETS), ("bad_syntax", BAD_SYNTAX), ("bad_import", BAD_IMPORT)):
+        (folder / f"{name}.py").write_text(text)
+    return path
+
+
+def problems(path: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(path)
+    return caught.value.problems
+
+
+def test_the_good_one_is_good(tmp_path: Path):
+    resolved = resolve(write(tmp_path, {}))
+    assert (resolved.config.devices, resolved.config.microbatches, len(resolved.shape.layers)) == (8, 4, 8)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(tmp_path: Path, name: str):
+    changes, *fragments = WRONG[name]
+    found = problems(write(tmp_path, changes))
+    assert any(all(fragment in line for fragment in fragments) for line in found), found
+    assert not any("\n" in line for line in found)
+
+
+def test_problems_of_keys_model_and_machine_come_together(tmp_path: Path):
+    changes = {
+        "train.steps": "0",
+        "parallel.cp": "2",
+        "model.n_layers": "4",
+        "mesh.name": '"h100"',
+        "optimizer.warmup_steps": "20",
+    }
+    found = problems(write(tmp_path, changes))
+    assert [line.split(" = ")[0].split(":")[0] for line in found] == [
+        "train.steps",
+        "mesh.name",
+        "model.n_layers",
+        "parallel.cp",  # and nothing of warm-up, which is measured by the wrong train.steps
+    ]
+
+
+def test_device_equation(tmp_path: Path):
+    resolved = resolve(write(tmp_path, {"parallel.dp": "3", "train.global_batch_size": "12"}))
+    assert check_devices(resolved.config, 12, resolved.shape) == []
+    assert check_devices(resolved.config, None, resolved.shape) == []
+    (line,) = check_devices(resolved.config, 8, resolved.shape)
+    product = "pp 2 x dp 3 x ep 1 x cp 1 x tp 2 = 12"
+    assert line == f"parallel: devices = {product}, but 8 are available; use parallel.dp = 2"
+    (line,) = check_devices(resolved.config, 7, resolved.shape)
+    assert line.endswith("but 7 are available; use sizes whose product is 7")
+
+
+@pytest.mark.parametrize("name", ["misspelt key", "heads by tp", "unknown preset"])
+def test_command_line(tmp_path: Path, name: str):
+    changes, *fragments = WRONG[name]
+    command = [sys.executable, "-m", "parallax", "train", str(write(tmp_path, changes))]
+    start = time.monotonic()
+    # A backend that does not exist: starting any would fail, with another message and status.
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "nonexistent"}
+    )
+    assert time.monotonic() - start < 3
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    assert lines and all(line.startswith("error: ") for line in lines), done.stderr
+    assert any(all(fragment in line for fragment in fragments) for line in lines), done.stderr
