@@ -13,10 +13,10 @@ import math
 import operator
 import re
 import tomllib
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from types import MappingProxyType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ def matches(value: Any, hint: Any) -> bool:
         return type(value) in (int, float) and math.isfinite(value)
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in args)
-    if origin in (Union, types.UnionType):
+    if origin in (Union, UnionType):
         return any(matches(value, arg) for arg in args)
     if origin is dict:
         return isinstance(value, dict) and all(matches(v, args[1]) for v in value.values())
@@ -192,12 +192,17 @@ def matches(value: Any, hint: Any) -> bool:
     return type(value) is hint
 
 
-def kind(hint: Any) -> str:
-    """An annotation in words."""
+def kind(hint: Any, bounds: Mapping[str, float] = MappingProxyType({})) -> str:
+    """An annotation, and bounds, in words."""
     if get_origin(hint) is Literal:
         return either(map(show, get_args(hint)))
-    words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string", list: "a list"}
-    return words.get(hint) or words.get(get_origin(hint)) or ("a table" if get_origin(hint) is dict else str(hint))
+    words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
+    words |= {list: "a list", tuple: "a list", dict: "a table"}
+    return f"{words.get(get_origin(hint) or hint, hint)} {_limits(bounds)}".rstrip()
+
+
+def _limits(bounds: Mapping[str, float]) -> str:
+    return " and ".join(f"{BOUNDS[rule][0]} {bound}" for rule, bound in bounds.items())
 
 
 def value_problem(name: str, value: Any, hint: Any, default: Any, bounds: Mapping[str, float]) -> str | None:
@@ -210,9 +215,8 @@ def value_problem(name: str, value: Any, hint: Any, default: Any, bounds: Mappin
     broken = [rule for rule, bound in bounds.items() if not BOUNDS[rule][1](value, bound)]
     if not broken:
         return None
-    must = " and ".join(f"{BOUNDS[rule][0]} {bound}" for rule, bound in bounds.items())
     nearest = {"at_least": "{} or more", "at_most": "{} or less"}.get(broken[0], f"for example {show(default)}")
-    return f"{name} = {show(value)} must be {must}; use {nearest.format(bounds[broken[0]])}"
+    return f"{name} = {show(value)} must be {_limits(bounds)}; use {nearest.format(bounds[broken[0]])}"
 
 
 def _as_type(value: Any, hint: Any, default: Any) -> Any:
@@ -258,7 +262,7 @@ def build(cls: type[T], table: dict[str, Any], prefix: str = "") -> tuple[T, dic
         elif f.default is not MISSING or f.default_factory is not MISSING:
             continue
         else:
-            problem = f"{prefix}{name} is missing and has no default; set it to {kind(hint)}"
+            problem = f"{prefix}{name} is missing and has no default; set it to {kind(hint, bounds)}"
         problems[prefix + name] = problem
         if f.default is MISSING:
             values[name] = get_args(hint)[0] if get_origin(hint) is Literal else (get_origin(hint) or hint)()
@@ -346,10 +350,9 @@ def markdown_tables() -> str:
     for section, cls in SECTIONS.items():
         hints, rows = get_type_hints(cls), []
         for f in keys_of(cls):
-            bounds = " and ".join(f"{BOUNDS[rule][0]} {bound}" for rule, bound in f.metadata["bounds"].items())
             default = "required" if f.default is MISSING else f"`{show(f.default)}`"
             rows.append(
-                f"| `{f.name}` | {f'{kind(hints[f.name])} {bounds}'.strip()} | {default} | {f.metadata['doc']} |"
+                f"| `{f.name}` | {kind(hints[f.name], f.metadata['bounds'])} | {default} | {f.metadata['doc']} |"
             )
         if cls is Model:
             rows.append(

@@ -169,14 +169,16 @@ def _check_model(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"parallel.pp {pp} x parallel.virtual_stages {v} = {pp * v} stages {rule} layers = {layers}; "
             f"use a product of {_nearest(pp * v, _divisors(layers))}"
         )
+    least = 256 if config.data.tokenizer == "bytes" else 1
     if shape.vocab_size % (pp * tp):
         yield (
             f"vocab_size = {shape.vocab_size} is not a multiple of parallel.pp {pp} x parallel.tp {tp} = {pp * tp}; "
-            f"use vocab_size = {_nearest_multiples(shape.vocab_size, pp * tp)}, or a product of "
+            f"use vocab_size = {_nearest_multiples(shape.vocab_size, pp * tp, least)}, or a product of "
             f"{_nearest(pp * tp, _divisors(shape.vocab_size))}"
         )
-    if config.data.tokenizer == "bytes" and shape.vocab_size < 256:
-        yield f'vocab_size = {shape.vocab_size} is less than the 256 of data.tokenizer = "bytes"; use 256 or more'
+    if shape.vocab_size < least:
+        tokenizer = f"data.tokenizer = {show(config.data.tokenizer)}"
+        yield f"vocab_size = {shape.vocab_size} is less than the {least} of {tokenizer}; use {least} or more"
     if 0 < shape.max_positions < train.seq_len:
         yield (
             f"train.seq_len = {train.seq_len} is more than the model's {shape.max_positions} learned positions; "
@@ -220,7 +222,7 @@ def _nearest(given: int, works: Iterable[int]) -> str:
     return either(map(str, works))
 
 
-def _nearest_multiples(given: int, step: int) -> str:
-    """The multiples of `step` next to `given`."""
-    below = given // step * step
-    return either(str(n) for n in (below, below + step) if n)
+def _nearest_multiples(given: int, step: int, least: int = 1) -> str:
+    """The multiples of `step` next to `given` that are at least `least`."""
+    below = max(given, least) // step * step
+    return either(str(n) for n in (below, below + step) if n >= least)

@@ -114,7 +114,7 @@ def test_all_problems_at_once(tmp_path: Path):
         "model.name is missing and has no default; set it to a string",
         'parallel.schedule = "mine.csv" is not a choice of this release; use "1f1b", "interleaved" or "gpipe"',
         "train.steps = 0 must be at least 1; use 1 or more",
-        "train.global_batch_size is missing and has no default; set it to an integer",
+        "train.global_batch_size is missing and has no default; set it to an integer at least 1",
         "log.dir is missing and has no default; set it to a string",
     ]
 
