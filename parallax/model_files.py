@@ -60,7 +60,7 @@ def _import(where: str, load: Callable[[A], T], what: A) -> T:
     try:
         return load(what)
     except Exception as error:
-        why = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        why = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else _one_line(error)
         raise ConfigError([f"{where} cannot be imported; correct {type(error).__name__}: {why}"]) from error
 
 
@@ -84,7 +84,7 @@ def _apply(model: Model, preset: Any) -> Any:
     except Exception as error:  # a Config may check itself, or divide by a size that is 0
         given = ", ".join(f"model.{name} = {show(value)}" for name, value in values.items()) or model.name
         usual = ", ".join(f"{name} = {show(getattr(preset, name))}" for name in values) or either(known)
-        why = f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {_one_line(error)}"
         raise ConfigError([f"{given} does not make a model: {why}; the preset has {usual}"]) from error
     return config
 
@@ -92,3 +92,7 @@ def _apply(model: Model, preset: Any) -> Any:
 def _frozen(value: Any) -> Any:
     """TOML arrays as tuples: a Config is hashable."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -28,7 +28,7 @@ GOOD = {
 }
 INTERLEAVED = {"parallel.schedule": '"interleaved"'}
 NO_SEQUENCE = {"parallel.sequence_parallel": "false"}
-NO_PRESETS, BAD_SYNTAX, BAD_IMPORT = "x = 1\n", "def f(:\n", "import parallax\n\nparallax.nowhere\n"
+NO_PRESETS, BAD_SYNTAX, BAD_IMPORT = "x = 1\n", "def f(:\n", "raise RuntimeError('two\\nlines')\n"
 
 # Keys that differ from GOOD (None: left out), and fragments of one line: the value, the rule, the nearest values.
 WRONG = {
@@ -101,7 +101,7 @@ WRONG = {
     "no model file": ({"model.file": '"none.py"'}, "none.py", "not a Python file", "models/llama.py"),
     "model file without presets": ({"model.file": '"no_presets.py"'}, "no_presets.py", "no presets", "PRESETS ="),
     "model file with bad syntax": ({"model.file": '"bad_syntax.py"'}, "bad_syntax.py", "cannot be imported", "line 1"),
-    "model file that raises": ({"model.file": '"bad_import.py"'}, "bad_import.py", "AttributeError", "nowhere"),
+    "model file that raises": ({"model.file": '"bad_import.py"'}, "bad_import.py", "RuntimeError", "two lines"),
 }
 
 
