@@ -1,0 +1,87 @@
+"""The verb `parallax schedule`, in process."""
+
+import argparse
+import json
+
+import pytest
+
+from parallax.schedule import ScheduleError, make_schedule, tick_table, timeline_svg, to_csv
+from parallax.schedule.command import add_arguments, run
+
+
+def call(*words: str) -> int:
+    parser = argparse.ArgumentParser(prog="parallax schedule")
+    add_arguments(parser)
+    return run(parser.parse_args(list(words)))
+
+
+INTERLEAVED = ("--kind", "interleaved", "--pp", "4", "--virtual-stages", "2", "--microbatches", "8")
+
+
+def test_prints(capsys):
+    assert call("--pp", "4", "--microbatches", "8") == 0
+    out = capsys.readouterr().out
+    for part in ("14: 11 with forwards", "37.50% simulated, 37.50% by formula", "7 5 3 1 chunks", "rank 3 F"):
+        assert part in out
+
+
+def test_json(capsys):
+    assert call(*INTERLEAVED, "--json") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert json.loads(captured.out) == {
+        "kind": "interleaved",
+        "pp": 4,
+        "virtual_stages": 2,
+        "microbatches": 8,
+        "ticks": 26,
+        "forward_ticks": 19,
+        "backward_ticks": 19,
+        "bubble": 3 / 16,
+        "bubble_formula": 3 / 16,
+        "peak_in_flight": [11, 9, 7, 5],
+        "free_running_bubble": 3 / 16,
+        "buffers": {"stash": 11, "activations": 1, "gradients": 1, "losses": 1},
+    }
+
+
+def test_files(tmp_path, capsys):
+    svg, csv = tmp_path / "a.svg", tmp_path / "a.csv"
+    svg.write_text("old")
+    assert call(*INTERLEAVED, "--svg", str(svg), "--csv", str(csv), "--json") == 0
+    json.loads(capsys.readouterr().out)
+    schedule = make_schedule("interleaved", 4, 2, 8)
+    assert svg.read_text(encoding="utf-8") == timeline_svg(tick_table(schedule))
+    assert csv.read_text(encoding="utf-8") == to_csv(schedule)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.svg", "a.csv"}
+
+
+@pytest.mark.parametrize("option", ["--svg", "--csv"])
+@pytest.mark.parametrize(
+    ("place", "message"), [("no/a", "does not exist; make it first"), ("dir", "cannot be written")]
+)
+def test_files_that_cannot_be_written(tmp_path, capsys, option, place, message):
+    (tmp_path / "dir").mkdir()
+    with pytest.raises(ScheduleError, match=message):
+        call(*INTERLEAVED, option, str(tmp_path / place))
+    assert [path.name for path in tmp_path.rglob("*")] == ["dir"]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--kind", "zigzag", "--pp", "4", "--microbatches", "8"), "schedule = zigzag is not known"),
+        (("--pp", "4", "--virtual-stages", "2", "--microbatches", "8"), "needs schedule = interleaved"),
+        (("--pp", "0", "--microbatches", "8"), "pp = 0 must be at least 1"),
+    ],
+)
+def test_numbers_that_do_not_fit(words, message):
+    with pytest.raises(ScheduleError, match=message):
+        call(*words)
+
+
+def test_help_has_an_example(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        call("--help")
+    assert "parallax schedule --kind interleaved --pp 4" in capsys.readouterr().out
