@@ -141,6 +141,24 @@ def _reshard(x: jax.Array, forward: P, backward: P) -> jax.Array:
     return move(x)
 
 
+def psum(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
+    """Sum over mesh axes of the layout in force; a group of one is left alone (XLA's partitioner rejects it)."""
+    axes = _several(axes)
+    return lax.psum(x, axes) if axes else x
+
+
+def pmax(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
+    """Maximum over mesh axes of the layout in force."""
+    axes = _several(axes)
+    return lax.pmax(x, axes) if axes else x
+
+
+def _several(axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    layout = current()
+    axes = (axes,) if isinstance(axes, str) else axes
+    return tuple(a for a in axes if layout is not None and layout.sizes[a] > 1)
+
+
 def tensor_map(f, in_specs, out_specs):
     """`f` mapped by hand over tp inside the pipeline (where pp, dp, ep and cp are by hand already)."""
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names={"tp"}, check_vma=False)

@@ -33,5 +33,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x_BSI: jax.Array) -> jax.Array:
         y_BSO = x_BSI @ self.kernel[...]
-        y_BSO = keep(scatter_sequence(y_BSO) if self.output_axis == "embed" else split_last(y_BSO, self.output_axis), PRODUCT)
+        y_BSO = keep(
+            scatter_sequence(y_BSO) if self.output_axis == "embed" else split_last(y_BSO, self.output_axis), PRODUCT
+        )
         return y_BSO if self.bias is None else y_BSO + self.bias[...]

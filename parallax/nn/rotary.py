@@ -42,7 +42,9 @@ def frequencies(head_size: int, theta: float, scaling: RotaryScaling | None) -> 
 def rotary_tables(
     positions_S: jax.Array, head_size: int, theta: float, scaling: RotaryScaling | None = None
 ) -> RotaryTables:
-    angle_SC = positions_S[:, None].astype(jnp.float32) * jnp.asarray(frequencies(head_size, theta, scaling), jnp.float32)
+    angle_SC = positions_S[:, None].astype(jnp.float32) * jnp.asarray(
+        frequencies(head_size, theta, scaling), jnp.float32
+    )
     return RotaryTables(jnp.cos(angle_SC), jnp.sin(angle_SC))
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax.nn.weights import normal, weight
-from parallax.sharding import Layout, constrain, current, gather_sequence, split_last, tensor_map
+from parallax.sharding import Layout, constrain, current, gather_sequence, pmax, psum, split_last, tensor_map
 
 
 class Embedding(nnx.Module):
@@ -41,8 +41,8 @@ def _split_lookup(layout: Layout, table_VD, tokens_BS):
 
     def find(table, tokens):
         x = table.at[rows(tokens, len(table))].get(mode="fill", fill_value=0)
-        x = lax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True) if split_sequence else lax.psum(x, "tp")
-        return lax.psum(x, "pp")
+        x = lax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True) if split_sequence else psum(x, "tp")
+        return psum(x, "pp")
 
     def collect(table, tokens, dx):
         dx = lax.all_gather(dx, "tp", axis=1, tiled=True) if split_sequence else dx
@@ -75,10 +75,6 @@ def cross_entropy(x_BSD: jax.Array, output: Embedding, targets_BS: jax.Array) ->
     return _cross_entropy(x_BSD, output.table[...], targets_BS)
 
 
-def _over_stages(reduce, x):
-    return x if current() is None else reduce(x, "pp")
-
-
 @jax.custom_vjp
 def _cross_entropy(x_BSD, table_VD, targets_BS):
     return _softmax(x_BSD, table_VD, targets_BS)[0]
@@ -89,10 +85,10 @@ def _softmax(x_BSD, table_VD, targets_BS):
     logits_BSV = logits(x_BSD, table_VD)
     offset = 0 if current() is None else lax.axis_index("pp") * logits_BSV.shape[-1]
     hit_BSV = lax.broadcasted_iota(jnp.int32, logits_BSV.shape, 2) == (targets_BS - offset)[..., None]
-    top_BS = _over_stages(lax.pmax, logits_BSV.max(-1))
+    top_BS = pmax(logits_BSV.max(-1), "pp")
     exp_BSV = jnp.exp(logits_BSV - top_BS[..., None])
-    sum_BS = _over_stages(lax.psum, exp_BSV.sum(-1))
-    target_BS = _over_stages(lax.psum, jnp.where(hit_BSV, logits_BSV, 0).sum(-1))
+    sum_BS = psum(exp_BSV.sum(-1), "pp")
+    target_BS = psum(jnp.where(hit_BSV, logits_BSV, 0).sum(-1), "pp")
     return jnp.mean(jnp.log(sum_BS) + top_BS - target_BS), exp_BSV, sum_BS, hit_BSV
 
 
@@ -109,7 +105,7 @@ def _backward(kept, dloss):
     dtable_VD = jnp.einsum("bsd,bsv->vd", gather_sequence(x_BSD), dlogits_BSV)
     dx_BSD = jnp.einsum("bsv,vd->bsd", dlogits_BSV, table_VD)
     if layout is not None:
-        dx_BSD = lax.psum(constrain(dx_BSD, layout.sequence), "pp")
+        dx_BSD = psum(constrain(dx_BSD, layout.sequence), "pp")
     return dx_BSD, dtable_VD, None
 
 
