@@ -1,0 +1,136 @@
+"""What a run reports while it goes: metrics.jsonl, and the progress line on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+PLAIN_EVERY_S = 10.0  # between progress lines where stderr is no terminal
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A line of metrics.jsonl. `tokens` counts from the first step of the run; times are means since the last line,
+    without evaluation and checkpoints. `mfu` is None on emulated devices, `valid_loss` where nothing was evaluated."""
+
+    step: int
+    loss: float  # nats a token
+    grad_norm: float  # before clipping
+    learning_rate: float
+    tokens: int
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float | None
+    skipped: int  # steps left out so far because a gradient was not finite
+    valid_loss: float | None = None
+
+    def to_json(self) -> str:
+        fields = dataclasses.asdict(self)
+        if self.valid_loss is None:
+            del fields["valid_loss"]
+        return json.dumps({name: _finite(value) for name, value in fields.items()})
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def model_flops_utilization(
+    flops_per_token: int, tokens_per_s: float, devices: int, peak_flops: float | None
+) -> float | None:
+    """Model FLOP/s over the dense peak of all devices (Chowdhery et al. 2022, arXiv 2204.02311, appendix B); None
+    where the peak is not known."""
+    return flops_per_token * tokens_per_s / (devices * peak_flops) if peak_flops else None
+
+
+class MetricsFile:
+    """Appends to metrics.jsonl. Lines after `step`, left by a run that went on after its last checkpoint, and a last
+    line that is not whole are dropped: each step appears once."""
+
+    def __init__(self, path: Path, step: int):
+        kept = [line for line in _lines(path) if (found := _step_of(line)) is not None and found <= step]
+        beside = path.with_suffix(".tmp")
+        beside.write_text("".join(kept), encoding="utf-8")
+        os.replace(beside, path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: StepRecord) -> None:
+        self._file.write(record.to_json() + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else None
+    except ValueError:
+        return None
+
+
+class ProgressLine:
+    """Step, loss, tokens/s, MFU and time left on stderr: a live line on a terminal, else one now and then."""
+
+    def __init__(self, step: int, steps: int):
+        self._steps = steps
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        columns = BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[text]}")
+        self._live = Progress(*columns, console=self._console) if sys.stderr.isatty() else None
+        self._printed = -math.inf
+        if self._live:
+            self._task = self._live.add_task("", total=steps, completed=step, text="compiling")
+
+    def __enter__(self) -> ProgressLine:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False)
+
+    def show(self, record: StepRecord) -> None:
+        text = self._text(record)
+        if self._live:
+            self._live.update(self._task, completed=record.step, text=text)
+        if record.valid_loss is not None:
+            self.say(f"step {record.step}/{self._steps}  {text}  held-out loss {record.valid_loss:.4f}")
+        elif not self._live and time.monotonic() - self._printed >= PLAIN_EVERY_S:
+            self.say(f"step {record.step}/{self._steps}  {text}")
+        else:
+            return
+        self._printed = time.monotonic()
+
+    def _text(self, record: StepRecord) -> str:
+        parts = [f"loss {record.loss:.4f}", f"{record.tokens_per_s:,.0f} tokens/s"]
+        if record.mfu is not None:
+            parts.append(f"MFU {record.mfu:.1%}")
+        left = duration((self._steps - record.step) * record.step_time_s)
+        return "  ".join([*parts, f"{left} left"])
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 20 s`, `5 h 07 min`."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {s:02} s" if minutes else f"{s} s"

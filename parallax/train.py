@@ -1,0 +1,405 @@
+"""Training: from a resolved run file to a trained model. The loop, evaluation, checkpoints, and a clean way out."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import jax
+from jax.sharding import Mesh
+
+from parallax.checkpoint import Checkpoints, check_identity, identity, to_canonical
+from parallax.config import ConfigError, show, to_toml
+from parallax.data import Batch, Data, open_data
+from parallax.mesh import make_mesh
+from parallax.metrics import MetricsFile, ProgressLine, StepRecord, duration, model_flops_utilization
+from parallax.model import Model
+from parallax.optimizer import TrainState
+from parallax.program import Program, StepMetrics
+from parallax.validate import Resolved, check_devices
+
+STEPS_IN_FLIGHT = 2  # dispatched and not yet waited for; none on CPU, where queued collectives can lock each other up
+EXIT_STATUS = {"done": 0, "failed": 1, "stopped": 75}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. Losses are in nats a token; None where there is none, or it is not finite."""
+
+    status: Literal["done", "failed", "stopped"]
+    step: int
+    tokens: int
+    loss: float | None  # of the last step
+    valid_loss: float | None  # of the last evaluation
+    resumed_step: int | None
+    resumed_valid_loss: float | None  # of the checkpoint, before any further step
+    skipped: int
+    tokens_per_s: float | None  # without compilation, evaluation and checkpoints
+    mfu: float | None
+    train_time_s: float
+    compile_time_s: float
+    parameters: int
+    checkpoint: str | None
+    log_dir: str
+
+    @property
+    def exit_status(self) -> int:
+        return EXIT_STATUS[self.status]
+
+
+def train(resolved: Resolved, *, resume: bool = False) -> Result:
+    """Trains to `train.steps`, from the newest checkpoint of `log.dir` if `resume`. Reports on stderr.
+
+    Raises ConfigError, before anything is compiled or changed, where the run cannot start: no data for a batch, other
+    devices than the layout asks for, a `log.dir` that is in use, a checkpoint that is missing or of another run.
+    """
+    checkpoints = Checkpoints(Path(resolved.config.log.dir) / "checkpoints", resolved.config.checkpoint.keep)
+    first = _first_step(resolved, checkpoints, resume)
+    data = _open(resolved)
+    program = Program(resolved.config, _model(resolved), _mesh(resolved))
+    _say(_summary(resolved, data, first))
+    run = _Run(resolved, program, data, checkpoints, first, resume)
+    result = run.go()
+    _say(run.last_words(result))
+    return result
+
+
+# Before the first step
+
+
+def _first_step(resolved: Resolved, checkpoints: Checkpoints, resume: bool) -> int:
+    """The number of steps that are behind us already."""
+    config, folder = resolved.config, Path(resolved.config.log.dir)
+    where = f"log.dir = {show(config.log.dir)}"
+    if not resume:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError([f"{where} is a file; use a folder that is empty or new"])
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError([f"{where} is not empty; use --resume to go on from its checkpoint, or another log.dir"])
+        return 0
+    steps = checkpoints.steps()
+    if not steps:
+        raise ConfigError([f"{where} has no complete checkpoint to resume from; start without --resume"])
+    step, path = steps[-1], checkpoints.path(steps[-1])
+    facts = checkpoints.facts(step)
+    check_identity(resolved, facts["identity"], path)
+    if config.train.steps < step:
+        raise ConfigError([f"train.steps = {config.train.steps} is less than the {step} of {path}; use {step} or more"])
+    if config.train.steps != facts["train_steps"] and config.optimizer.schedule != "constant":
+        _say(
+            f"warning: train.steps = {config.train.steps} was {facts['train_steps']}: from here on the learning rate "
+            f"follows the {config.optimizer.schedule} schedule to the new end"
+        )
+    return step
+
+
+def _open(resolved: Resolved) -> Data:
+    train, source = resolved.config.train, resolved.config.data
+    try:
+        data = open_data(
+            source=source.source,
+            valid_fraction=source.valid_fraction,
+            tokenizer=source.tokenizer,
+            seq_len=train.seq_len,
+            global_batch_size=train.global_batch_size,
+            vocab_size=resolved.shape.vocab_size,
+            seed=train.seed,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error).splitlines()) from error
+    most = data.held_out.max_batches
+    if train.eval_batches > most:
+        raise ConfigError([f"train.eval_batches = {train.eval_batches} is more than are held out; use {most} or less"])
+    return data
+
+
+def _model(resolved: Resolved) -> Model:
+    return Model(resolved.model_module, resolved.model_config, resolved.shape, resolved.config.train.remat)
+
+
+def _mesh(resolved: Resolved) -> Mesh:
+    config, machine = resolved.config, resolved.machine
+    if jax.default_backend() != machine.platform:
+        raise ConfigError(
+            [
+                f"mesh.name = {show(machine.name)} has {machine.platform} devices, but jax finds "
+                f'{jax.default_backend()} here; use mesh.name = "cpu" to emulate them, or run there'
+            ]
+        )
+    available = jax.device_count()
+    if machine.platform == "cpu":  # more emulated devices than asked for do no harm
+        available = min(available, config.devices)
+    if problems := check_devices(config, available, resolved.shape):
+        raise ConfigError(problems)
+    return make_mesh(config.parallel)
+
+
+def _summary(resolved: Resolved, data: Data, first: int) -> str:
+    """The block printed before the loop."""
+    config, shape, machine = resolved.config, resolved.shape, resolved.machine
+    parallel, train = config.parallel, config.train
+    sizes = " · ".join(f"{a} {n}" for a in ("dp", "pp", "ep", "cp", "tp") if (n := getattr(parallel, a)) > 1)
+    options = [parallel.schedule if parallel.pp > 1 else ""]
+    options += [f"{parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else ""]
+    options += ["sequence parallel" if parallel.sequence_parallel and parallel.tp > 1 else "", f"zero {parallel.zero}"]
+    layout = ", ".join(filter(None, [sizes, *options]))
+    tokens = train.global_batch_size * train.seq_len
+    emulated = "emulated " if machine.platform == "cpu" else ""
+    corpus = data.corpus
+    text = f", {len(corpus.train):,} tokens and {len(corpus.valid):,} held out" if corpus else ""
+    sizes_of_model = f"{len(shape.layers)} layers, width {shape.width}, {shape.parameters:,} parameters"
+    rows = {
+        "model": f"{config.model.name}, {sizes_of_model}",
+        "devices": f"{config.devices} {emulated}{machine.name}: {layout}",
+        "data": f"{config.data.source}{text}",
+        "step": f"{train.global_batch_size} x {train.seq_len} = {tokens:,} tokens, {config.microbatches} microbatches",
+        "steps": f"{first} to {train.steps}, {train.precision}, remat {train.remat}",
+        "run": config.log.dir,
+    }
+    return "\n".join(f"{name:9}{value}" for name, value in rows.items())
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# The loop
+
+
+class _StopRequest:
+    """Set by SIGINT or SIGTERM. A second signal does what it does to any program: it ends this one at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        watched = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._receive) for number in watched}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, _: object) -> None:
+        self.signal = signal.Signals(number)
+        for watched in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(watched, signal.SIG_DFL)
+        _say(f"{self.signal.name}: saving after this step; once more to stop at once")
+
+
+class _Run:
+    """One run's state while it goes. `step` counts finished or dispatched steps from the first of the run."""
+
+    def __init__(
+        self, resolved: Resolved, program: Program, data: Data, checkpoints: Checkpoints, first: int, resume: bool
+    ):
+        self.resolved, self.program, self.data, self.checkpoints = resolved, program, data, checkpoints
+        self.config = resolved.config
+        self.first, self.step, self.resume = first, first, resume
+        self.saved: int | None = first if resume else None
+        self.resumed_valid_loss: float | None = None
+        self.last: StepRecord | None = None
+        self.valid_loss: float | None = None
+        self.skipped = self.skipped_before = 0
+        self.in_flight: deque[tuple[int, StepMetrics]] = deque()
+        self.compile_time_s = self.train_time_s = 0.0
+        self.clock = _Clock()
+        self.stop = _StopRequest()
+
+    def go(self) -> Result:
+        config, folder = self.config, Path(self.config.log.dir)
+        steps = config.train.steps
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
+        self.metrics = MetricsFile(folder / "metrics.jsonl", self.first)
+        self.progress = ProgressLine(self.first, steps)
+        with self.stop.listening(), self.progress:
+            self.state = self._first_state()
+            if self.resume:
+                self.resumed_valid_loss = self.valid_loss = self._evaluate()
+                self.progress.say(f"resumed at step {self.first}: held-out loss {self.valid_loss:.4f}")
+            failed = self.step < steps and not self._loop(steps)
+            if not failed:
+                self._save()
+        self.metrics.close()
+        status = "failed" if failed else "done" if self.step == steps else "stopped"
+        return self._result(status)
+
+    def _first_state(self) -> TrainState:
+        if self.resume:
+            state = self.checkpoints.restore(self.first, self.program)
+        else:
+            with jax.set_mesh(self.program.mesh):
+                state = self.program.init(jax.random.key(self.config.train.seed))
+        self.skipped = self.skipped_before = int(state.skipped)
+        return state
+
+    def _loop(self, steps: int) -> bool:
+        """Trains up to `steps` or a signal. False: too many steps had gradients that are not finite."""
+        config = self.config
+        batches = self.data.train.iterate(self.first)
+        train_step = self._compile(next(iter(self.data.held_out.batches(1))))
+        self.clock.restart()
+        while self.step < steps and self.stop.signal is None:
+            with jax.set_mesh(self.program.mesh):
+                self.state, metrics = train_step(self.state, self.program.batch(*next(batches)))
+            self.step += 1
+            self.in_flight.append((self.step, metrics))
+            evaluates = self.step == steps or _every(config.train.eval_every, self.step)
+            saves = _every(config.checkpoint.every, self.step)
+            pauses = evaluates or saves or self.step == steps
+            self._settle(leave=0 if pauses or jax.default_backend() == "cpu" else STEPS_IN_FLIGHT, evaluates=evaluates)
+            if self.skipped - self.skipped_before > config.train.max_skipped:
+                return False
+            if saves:
+                self._save()
+                self.clock.restart()
+        self._settle(leave=0, evaluates=False)
+        return True
+
+    def _compile(self, batch: Batch):
+        start = time.monotonic()
+        with jax.set_mesh(self.program.mesh):
+            step = cast(jax.stages.Wrapped, self.program.train_step)
+            compiled = step.lower(self.state, self.program.batch(*batch)).compile()
+        self.compile_time_s = time.monotonic() - start
+        self.progress.say(f"compiled in {duration(self.compile_time_s)}")
+        return compiled
+
+    def _settle(self, leave: int, evaluates: bool) -> None:
+        """Waits for all but the newest `leave` steps and records them."""
+        while len(self.in_flight) > leave:
+            step, metrics = self.in_flight.popleft()
+            metrics = jax.device_get(metrics)
+            self.clock.step()
+            self.skipped += 0 if metrics.finite else 1
+            valid_loss = None
+            if evaluates and step == self.step:
+                valid_loss = self.valid_loss = self._evaluate()
+            if valid_loss is not None or _every(self.config.log.every, step):
+                self._record(step, metrics, valid_loss)
+            if valid_loss is not None:
+                self.clock.restart()
+
+    def _record(self, step: int, metrics: StepMetrics, valid_loss: float | None) -> None:
+        step_time_s = self.clock.take()
+        tokens_per_s = self._tokens(1) / step_time_s
+        self.last = StepRecord(
+            step=step,
+            loss=float(metrics.loss),
+            grad_norm=float(metrics.grad_norm),
+            learning_rate=float(metrics.learning_rate),
+            tokens=self._tokens(step),
+            step_time_s=step_time_s,
+            tokens_per_s=tokens_per_s,
+            mfu=self._mfu(tokens_per_s),
+            skipped=self.skipped,
+            valid_loss=valid_loss,
+        )
+        self.metrics.write(self.last)
+        self.progress.show(self.last)
+
+    def _evaluate(self) -> float:
+        """Mean nats a token over the first `train.eval_batches` held-out batches."""
+        losses = []
+        for batch in self.data.held_out.batches(self.config.train.eval_batches):
+            with jax.set_mesh(self.program.mesh):
+                on_devices = self.program.batch(*batch, table=self.program.evaluation_table)
+                losses.append(float(self.program.evaluate(self.state.weights, on_devices)))
+        return sum(losses) / len(losses)
+
+    def _save(self) -> None:
+        if self.saved == self.step:
+            return
+        facts: dict[str, Any] = {
+            "step": self.step,
+            "samples": self.step * self.config.train.global_batch_size,
+            "train_steps": self.config.train.steps,
+            "identity": identity(self.resolved),
+        }
+        self.checkpoints.save(self.step, to_canonical(self.program, self.state), facts)
+        self.saved = self.step
+
+    # what came of it
+
+    def _tokens(self, steps: int) -> int:
+        return steps * self.config.train.global_batch_size * self.config.train.seq_len
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        train, peaks = self.config.train, self.resolved.machine.peak_flops
+        flops = self.resolved.shape.train_flops_per_token(train.seq_len)
+        return model_flops_utilization(flops, tokens_per_s, self.config.devices, peaks.get(train.precision))
+
+    def _result(self, status: Literal["done", "failed", "stopped"]) -> Result:
+        clock = self.clock
+        tokens_per_s = self._tokens(clock.steps) / clock.total_s if clock.steps else None
+        finite = lambda x: x if x is not None and math.isfinite(x) else None
+        return Result(
+            status=status,
+            step=self.step,
+            tokens=self._tokens(self.step),
+            loss=finite(self.last and self.last.loss),
+            valid_loss=finite(self.valid_loss),
+            resumed_step=self.first if self.resume else None,
+            resumed_valid_loss=finite(self.resumed_valid_loss),
+            skipped=self.skipped,
+            tokens_per_s=tokens_per_s,
+            mfu=self._mfu(tokens_per_s) if tokens_per_s else None,
+            train_time_s=clock.total_s,
+            compile_time_s=self.compile_time_s,
+            parameters=self.resolved.shape.parameters,
+            checkpoint=str(self.checkpoints.path(self.saved)) if self.saved is not None else None,
+            log_dir=self.config.log.dir,
+        )
+
+    def last_words(self, result: Result) -> str:
+        """The lines printed at the end; the last says what to do next."""
+        steps = self.config.train.steps
+        if result.status == "failed":
+            return (
+                f"error: step {result.step}: {self.skipped - self.skipped_before} steps had gradients that are not "
+                f"finite, more than train.max_skipped = {self.config.train.max_skipped}; stopped without saving\n"
+                f"the newest checkpoint is {result.checkpoint or 'none'}; try a lower optimizer.learning_rate"
+            )
+        speed = f", {result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else ""
+        skipped = f", {result.skipped} skipped" if result.skipped else ""
+        line = f"step {result.step} of {steps}: {duration(result.train_time_s)} of training{speed}{skipped}"
+        if result.status == "stopped":
+            return f"{line}\nstopped; saved {result.checkpoint}: run the same command with --resume to go on"
+        return f"{line}\ndone; held-out loss {self.valid_loss:.4f}; saved {result.checkpoint}"
+
+
+class _Clock:
+    """Time spent in train steps: what lies between `restart` and the `step`s that follow."""
+
+    def __init__(self) -> None:
+        self.steps, self.total_s = 0, 0.0
+        self._taken = (0, 0.0)
+        self.restart()
+
+    def restart(self) -> None:
+        self._since = time.monotonic()
+
+    def step(self) -> None:
+        now = time.monotonic()
+        self.steps, self.total_s, self._since = self.steps + 1, self.total_s + now - self._since, now
+
+    def take(self) -> float:
+        """Mean seconds of the steps since the last `take`."""
+        steps, total_s = self._taken
+        self._taken = (self.steps, self.total_s)
+        return (self.total_s - total_s) / (self.steps - steps)
+
+
+def _every(period: int, step: int) -> bool:
+    return period > 0 and step % period == 0
