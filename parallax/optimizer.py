@@ -163,37 +163,46 @@ class ShardedAdamW:
 
     def _each(self, method: str, tree: Tree, cast=lambda x: x) -> Tree:
         """A method of `Shard` on every weight; stacked ones a layer at a time, so that temporaries are one layer's."""
-
-        def one(shard: Shard, lead, x):
-            run = lambda x: getattr(shard, method)(cast(x))
-            if not lead or shard.split is None or shard.replicas == 1:
-                return run(x)
-            _, out = lax.scan(lambda _, x: (None, run(x)), None, x.reshape(-1, *x.shape[3:]))
-            return out.reshape(*x.shape[:3], *out.shape[1:])
-
-        leads = self._over_weights(lambda _, lead: lead)
-        return jax.tree.map(one, self.shards, leads, tree)
+        run = lambda shard, x: getattr(shard, method)(cast(x))
+        if self.layout.replicas == 1:
+            return jax.tree.map(run, self.shards, tree)
+        shards, blocks = self.shards, tree["blocks"]
+        layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), blocks)
+        _, layers = lax.scan(lambda _, layer: (None, jax.tree.map(run, shards["blocks"], layer)), None, layers)
+        blocks = jax.tree.map(lambda old, new: new.reshape(*old.shape[:3], *new.shape[1:]), blocks, layers)
+        rest = _after(blocks, {part: tree[part] for part in ("embed", "head")})
+        return {"blocks": blocks, **jax.tree.map(run, {part: shards[part] for part in rest}, rest)}
 
     # steps
 
-    def reduce(self, partials: Tree, microbatches: int) -> Tree:
-        """Partial sums of the pipeline → mean gradients, float32, sharded as the masters are."""
+    def reduce(self, loss: jax.Array, partials: Tree, microbatches: int) -> tuple[jax.Array, Tree]:
+        """Partial sums of the pipeline → mean loss, and mean gradients, float32, sharded as the masters are."""
         specs = partial_specs(self.model, self.layout)
         partials = jax.tree.map(lax.with_sharding_constraint, partials, self.shardings(specs))
         scale = 1 / (microbatches * self.layout.replicas)
 
-        def run(partials):
-            summed = self._each("scatter", jax.tree.map(lambda g: g[0], partials))
-            return jax.tree.map(lambda g: g * scale, summed)
+        def run(loss, partials):
+            gradients = self._each("scatter", jax.tree.map(lambda g: g[0], partials))
+            loss = lax.psum(_after(gradients, loss)[0], REPLICAS)
+            return loss * scale, jax.tree.map(lambda g: g * scale, gradients)
 
-        return self._map(run, (specs,), self.master_specs)(partials)
+        return self._map(run, (P(REPLICAS), specs), (P(), self.master_specs))(loss, partials)
 
     def init(self, weights: Tree) -> TrainState:
         """`weights` float32, stacked as the pipeline wants them (see `stack`)."""
-        specs = self.state_specs
-        masters = self._map(lambda w: self._each("take", w), (specs.weights,), specs.masters)(weights)
+        masters = self.split(weights)
         cast = jax.tree.map(lambda w: w.astype(self.dtype), weights)
         return TrainState(cast, masters, self._adam.init(masters), jnp.int32(0))
+
+    def split(self, weights: Tree) -> Tree:
+        """Whole arrays, shaped as the weights of the pipeline → sharded as the masters are."""
+        specs = weight_specs(self.model, self.layout)
+        return self._map(lambda w: self._each("take", w), (specs,), self.master_specs)(weights)
+
+    def whole(self, masters: Tree) -> Tree:
+        """The inverse of `split`: masters, moments or reduced gradients → arrays of the weights' shapes."""
+        specs = weight_specs(self.model, self.layout)
+        return self._map(lambda w: self._each("gather", w), (self.master_specs,), specs)(masters)
 
     @property
     def _adam(self) -> optax.GradientTransformation:
@@ -231,3 +240,14 @@ class ShardedAdamW:
             axes = tuple(a for a in AXES if a in named)
             sums[axes] = sums.get(axes, jnp.float32(0)) + jnp.sum(g * g)
         return jnp.sqrt(sum(lax.psum(total, axes) if axes else total for axes, total in sums.items()))
+
+
+def _after(first: Tree, then: Tree) -> Tree:
+    """`then`, made to wait for `first`.
+
+    XLA's CPU runtime orders the collectives of one computation, but not those in a loop against those outside: devices
+    would run them in different orders and wait for one another for ever. So the data says what comes first: a zero
+    that XLA cannot see through is added to one element."""
+    x = jax.tree.leaves(first)[0]
+    zero = jnp.minimum(jnp.abs(x[(0,) * x.ndim]), 0)
+    return jax.tree.map(lambda t: t.at[(0,) * t.ndim].add(zero.astype(t.dtype)), then)

@@ -60,9 +60,9 @@ def partial_specs(model: Model, layout: Layout) -> Tree:
 def loss_and_gradients(model: Model, layout: Layout, mesh: Mesh, table: TickTable, skip_idle: bool = False) -> Callable:
     """→ f(weights, tokens_MBS, targets_MBS, cells) = (loss, gradients).
 
-    The loss is the mean over all tokens, in nats. Gradients are float32 sums over a replica's microbatches, not yet
-    reduced over dp, ep and cp: each leaf has a leading dimension of that many ranks. A table without backwards gives
-    the loss alone (for evaluation). `skip_idle` branches around idle layers, where they hold no collective."""
+    Both are float32 sums over a replica's microbatches, of mean nats a token and of its gradients, not yet reduced
+    over dp, ep and cp: the loss and each leaf have a leading dimension of that many ranks. A table without backwards
+    gives the loss alone (for evaluation). `skip_idle` branches around idle layers, where they hold no collective."""
 
     def rank(weights, tokens_MBS, targets_MBS, cells):
         with layout.active():
@@ -74,7 +74,7 @@ def loss_and_gradients(model: Model, layout: Layout, mesh: Mesh, table: TickTabl
         rank,
         mesh=mesh,
         in_specs=(weights, BATCH_SPEC, BATCH_SPEC, CELLS_SPEC),
-        out_specs=(P(), partials) if table.schedule.has_backward else P(),
+        out_specs=(P(REPLICAS), partials) if table.schedule.has_backward else P(REPLICAS),
         axis_names=set(MANUAL),
         check_vma=False,
     )
@@ -134,7 +134,7 @@ class _Rank:
         return jax.tree.map(zeros, self.model.weights[part], weights)
 
     def _end(self, state: State):
-        loss = psum(state.loss, REPLICAS) / (self.layout.replicas * self.table.schedule.microbatches)
+        loss = state.loss[None]
         if not self.trains:
             return loss
         chunks = lambda g: g.reshape(-1, 1, self.layers, *g.shape[1:])

@@ -111,12 +111,15 @@ class Program:
 
         return jax.jit(init, out_shardings=self.state_shardings)
 
+    def gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+        """Mean loss and mean gradients, reduced once over the replicas and sharded as the masters are."""
+        run = loss_and_gradients(self.model, self.layout, self.mesh, self.table, self.config.parallel.skip_idle)
+        return self.optimizer.reduce(*run(weights, *batch), self.config.microbatches)
+
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """The train step, not yet jitted: forward, backward, one reduction, AdamW, one gather."""
-        gradients = loss_and_gradients(self.model, self.layout, self.mesh, self.table, self.config.parallel.skip_idle)
-        loss, partials = gradients(state.weights, *batch)
-        reduced = self.optimizer.reduce(partials, self.config.microbatches)
-        state, update = self.optimizer.update(state, reduced)
+        loss, gradients = self.gradients(state.weights, batch)
+        state, update = self.optimizer.update(state, gradients)
         return state, StepMetrics(loss, *update)
 
     @cached_property
@@ -134,7 +137,7 @@ class Program:
             self.model, self.layout, self.mesh, self.evaluation_table, self.config.parallel.skip_idle
         )
         return jax.jit(
-            lambda weights, batch: loss(weights, *batch),
+            lambda weights, batch: jnp.mean(loss(weights, *batch)) / self.config.microbatches,
             in_shardings=(self.state_shardings.weights, self.batch_shardings),
             out_shardings=self.sharding(P()),
         )
