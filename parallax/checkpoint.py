@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +48,15 @@ class _Form:
     layout: Layout
     mesh: jax.sharding.Mesh
     virtual_stages: int
-    stacked: bool
-    layers: int
+    layers: int | None  # of the model, where the weight is stacked
+
+    @property
+    def stacked(self) -> bool:
+        return self.layers is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.layers, *self.weight.shape) if self.stacked else self.weight.shape
+        return self.weight.shape if self.layers is None else (self.layers, *self.weight.shape)
 
     @property
     def whole(self) -> P:
@@ -83,54 +88,64 @@ class _Form:
         return jax.shard_map(f, mesh=self.mesh, in_specs=(in_spec,), out_specs=out_spec, check_vma=False)
 
 
-def _forms(program: Program) -> Tree:
-    """A `_Form` for each weight."""
-    parallel, layout = program.config.parallel, program.layout
-    specs = program.optimizer.master_specs
+@dataclass(frozen=True, eq=False)
+class Canonical:
+    """The canonical form of a program's state: each array split over the devices wherever its form allows it."""
 
-    def form(part: str, weight: Weight, spec: P) -> _Form:
-        shard = shard_of(weight, layout, parallel.zero)
-        stacked, layers = part == "blocks", program.model.layers
-        return _Form(weight, shard, spec, layout, program.mesh, parallel.virtual_stages, stacked, layers)
+    program: Program
 
-    return {
-        part: jax.tree.map(lambda w, s, part=part: form(part, w, s), weights, specs[part])
-        for part, weights in program.model.weights.items()
-    }
+    @cached_property
+    def _forms(self) -> Tree:
+        """A `_Form` for each weight."""
+        program, parallel = self.program, self.program.config.parallel
+        specs = program.optimizer.master_specs
 
+        def form(part: str, weight: Weight, spec: P) -> _Form:
+            shard = shard_of(weight, program.layout, parallel.zero)
+            layers = program.model.layers if part == "blocks" else None
+            return _Form(weight, shard, spec, program.layout, program.mesh, parallel.virtual_stages, layers)
 
-def _target(program: Program) -> Tree:
-    """The canonical state's shapes, with shardings on this program's mesh."""
-    forms, scalar = _forms(program), jax.ShapeDtypeStruct((), jnp.int32, sharding=program.sharding(P()))
-    weights = jax.tree.map(lambda f: jax.ShapeDtypeStruct(f.shape, jnp.float32, sharding=f.canonical), forms)
-    return {"masters": weights, "mu": weights, "nu": weights, "count": scalar, "skipped": scalar}
+        return {
+            part: jax.tree.map(lambda w, s, part=part: form(part, w, s), weights, specs[part])
+            for part, weights in program.model.weights.items()
+        }
 
+    @cached_property
+    def target(self) -> Tree:
+        """Shapes, with shardings on the program's mesh."""
+        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.program.sharding(P()))
+        weights = jax.tree.map(lambda f: jax.ShapeDtypeStruct(f.shape, jnp.float32, sharding=f.canonical), self._forms)
+        return {"masters": weights, "mu": weights, "nu": weights, "count": scalar, "skipped": scalar}
 
-def to_canonical(program: Program, state: TrainState) -> Tree:
-    """The state in the form that is saved, every array split over the devices wherever its form allows it."""
-    forms = _forms(program)
+    def from_state(self, state: TrainState) -> Tree:
+        with jax.set_mesh(self.program.mesh):
+            return self._from_state(state)
 
-    def convert(state: TrainState) -> Tree:
-        trees = {"masters": state.masters, "mu": state.adam.mu, "nu": state.adam.nu}
-        canonical = {name: jax.tree.map(_Form.to_canonical, forms, tree) for name, tree in trees.items()}
-        return canonical | {"count": state.adam.count, "skipped": state.skipped}
+    def to_state(self, tree: Tree) -> TrainState:
+        with jax.set_mesh(self.program.mesh):
+            return self._to_state(tree)
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, _target(program))
-    with jax.set_mesh(program.mesh):
-        return jax.jit(convert, out_shardings=shardings)(state)
+    @cached_property
+    def _from_state(self) -> Callable[[TrainState], Tree]:
+        def convert(state: TrainState) -> Tree:
+            trees = {"masters": state.masters, "mu": state.adam.mu, "nu": state.adam.nu}
+            canonical = {name: jax.tree.map(_Form.to_canonical, self._forms, tree) for name, tree in trees.items()}
+            return canonical | {"count": state.adam.count, "skipped": state.skipped}
 
+        return jax.jit(convert, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.target))
 
-def from_canonical(program: Program, tree: Tree) -> TrainState:
-    """The state on this program's layout; `tree` is given up."""
-    forms, dtype = _forms(program), program.optimizer.dtype
+    @cached_property
+    def _to_state(self) -> Callable[[Tree], TrainState]:
+        forms, dtype = self._forms, self.program.optimizer.dtype
 
-    def convert(tree: Tree) -> TrainState:
-        weights = jax.tree.map(lambda f, x: f.stack(x.astype(dtype)), forms, tree["masters"])
-        masters, mu, nu = (jax.tree.map(_Form.from_canonical, forms, tree[name]) for name in ("masters", "mu", "nu"))
-        return TrainState(weights, masters, optax.ScaleByAdamState(tree["count"], mu, nu), tree["skipped"])
+        def convert(tree: Tree) -> TrainState:
+            weights = jax.tree.map(lambda f, x: f.stack(x.astype(dtype)), forms, tree["masters"])
+            masters, mu, nu = (
+                jax.tree.map(_Form.from_canonical, forms, tree[name]) for name in ("masters", "mu", "nu")
+            )
+            return TrainState(weights, masters, optax.ScaleByAdamState(tree["count"], mu, nu), tree["skipped"])
 
-    with jax.set_mesh(program.mesh):
-        return jax.jit(convert, out_shardings=program.state_shardings)(tree)
+        return jax.jit(convert, out_shardings=self.program.state_shardings)
 
 
 # What must stay the same
@@ -192,11 +207,11 @@ class Checkpoints:
             manager.save(step, args=items, force=True)
         return self.path(step)
 
-    def restore(self, step: int, program: Program) -> TrainState:
-        target = ocp.args.StandardRestore(_target(program))
+    def restore(self, step: int, target: Tree) -> Tree:
+        """The canonical state, with the shapes and shardings of `target` (see `Canonical`)."""
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(target))
         with self._manager() as manager:
-            tree = manager.restore(step, args=ocp.args.Composite(state=target))["state"]
-        return from_canonical(program, tree)
+            return manager.restore(step, args=items)["state"]
 
     def _manager(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, create=False, enable_async_checkpointing=False)

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import jax
 from jax.sharding import Mesh
 
-from parallax.checkpoint import Checkpoints, check_identity, identity, to_canonical
+from parallax.checkpoint import Canonical, Checkpoints, check_identity, identity
 from parallax.config import ConfigError, show, to_toml
 from parallax.data import Batch, Data, open_data
 from parallax.mesh import make_mesh
@@ -204,7 +204,7 @@ class _Run:
         self, resolved: Resolved, program: Program, data: Data, checkpoints: Checkpoints, first: int, resume: bool
     ):
         self.resolved, self.program, self.data, self.checkpoints = resolved, program, data, checkpoints
-        self.config = resolved.config
+        self.config, self.canonical = resolved.config, Canonical(program)
         self.first, self.step, self.resume = first, first, resume
         self.saved: int | None = first if resume else None
         self.resumed_valid_loss: float | None = None
@@ -237,7 +237,7 @@ class _Run:
 
     def _first_state(self) -> TrainState:
         if self.resume:
-            state = self.checkpoints.restore(self.first, self.program)
+            state = self.canonical.to_state(self.checkpoints.restore(self.first, self.canonical.target))
         else:
             with jax.set_mesh(self.program.mesh):
                 state = self.program.init(jax.random.key(self.config.train.seed))
@@ -327,7 +327,7 @@ class _Run:
             "train_steps": self.config.train.steps,
             "identity": identity(self.resolved),
         }
-        self.checkpoints.save(self.step, to_canonical(self.program, self.state), facts)
+        self.checkpoints.save(self.step, self.canonical.from_state(self.state), facts)
         self.saved = self.step
 
     # what came of it

@@ -1,0 +1,126 @@
+"""Checkpoints: what one layout saves, another restores bit for bit; and what is chosen to resume from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from parallax.checkpoint import Canonical, Checkpoints, check_identity, identity
+from parallax.config import Checkpoint, ConfigError, Data, Log, MeshChoice, Optimizer, Parallel, RunConfig, Train
+from parallax.config import Model as ModelChoice
+from parallax.machine import load_machine
+from parallax.mesh import make_mesh
+from parallax.model import Model
+from parallax.models import llama
+from parallax.optimizer import Shard, TrainState
+from parallax.program import Program
+from parallax.validate import Resolved
+
+# No dimension of width 36 or 24 divides by dp = 5, and none at all by 7: such weights are flattened and padded.
+CONFIG = llama.Config(vocab_size=264, width=36, layers=4, heads=4, kv_heads=2, ff=60, head_size=6)
+LAYOUTS = {
+    "one device": Parallel(),
+    "dp5 tp2": Parallel(dp=5, tp=2),
+    "dp2 pp2 tp2 v2": Parallel(dp=2, pp=2, tp=2, virtual_stages=2, schedule="interleaved"),
+    "dp7 pp2": Parallel(dp=7, pp=2),
+    "dp2 pp4 zero 0": Parallel(dp=2, pp=4, zero=0),
+}
+PAIRS = [*zip(LAYOUTS, [*LAYOUTS][1:] + [*LAYOUTS][:1], strict=True)]
+
+
+def run_config(parallel: Parallel, precision="bfloat16") -> RunConfig:
+    return RunConfig(
+        model=ModelChoice(name="llama-tiny"),
+        parallel=parallel,
+        mesh=MeshChoice(),
+        train=Train(steps=4, seq_len=16, global_batch_size=70, micro_batch_size=1, precision=precision),
+        optimizer=Optimizer(),
+        data=Data(),
+        checkpoint=Checkpoint(),
+        log=Log(dir="unused"),
+    )
+
+
+@cache
+def program_of(layout: str) -> Program:
+    parallel = LAYOUTS[layout]
+    return Program(run_config(parallel), Model(llama, CONFIG, CONFIG.shape()), make_mesh(parallel))
+
+
+@cache
+def filled(layout: str) -> TrainState:
+    """A state in which no two weights, moments or layers are alike."""
+    program = program_of(layout)
+    with jax.set_mesh(program.mesh):
+        state = program.init(jax.random.key(0))
+    scaled = lambda factor: jax.tree.map(lambda w: w * factor, state.masters)
+    adam = state.adam._replace(mu=scaled(0.5), nu=scaled(-2.0), count=state.adam.count + 7)
+    return state._replace(adam=adam, skipped=state.skipped + 2)
+
+
+def assert_equal(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        assert np.asarray(x).dtype == np.asarray(y).dtype and np.array_equal(x, y), jax.tree_util.keystr(path)
+
+
+def test_layouts_cover_flattened_weights():
+    splits = lambda layout: [shard.split for shard in jax.tree.leaves(
+        program_of(layout).optimizer.shards, is_leaf=lambda x: isinstance(x, Shard)
+    )]  # fmt: skip
+    assert -1 in splits("dp5 tp2") and -1 in splits("dp7 pp2") and None in splits("dp2 pp4 zero 0")
+
+
+@pytest.mark.parametrize(("saved_on", "restored_on"), PAIRS)
+def test_bit_equal_over_layouts(tmp_path: Path, saved_on: str, restored_on: str):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    before, after = Canonical(program_of(saved_on)), Canonical(program_of(restored_on))
+    saved = before.from_state(filled(saved_on))
+    checkpoints.save(7, saved, {})
+
+    restored = after.to_state(checkpoints.restore(7, after.target))
+    assert_equal(restored, filled(restored_on))  # what was flattened is padded with zeros again
+    canonical = after.from_state(restored)
+    assert_equal(canonical, saved)
+    # The canonical form is the plain model's: layers stacked in model order, true shapes.
+    assert_equal(canonical["masters"], plain_weights())
+
+
+@cache
+def plain_weights():
+    return jax.jit(Model(llama, CONFIG, CONFIG.shape()).init)(jax.random.key(0))
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    assert checkpoints.steps() == []
+    state = Canonical(program_of("one device")).from_state(filled("one device"))
+    for step in (5, 10, 15):
+        checkpoints.save(step, state, {"step": step})
+    assert checkpoints.steps() == [10, 15] and checkpoints.facts(15) == {"step": 15}
+    (checkpoints.folder / "20.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (checkpoints.folder / "25").mkdir()
+    (checkpoints.folder / "30" / "state").mkdir(parents=True)
+    assert checkpoints.steps() == [10, 15]
+
+
+def test_what_must_not_change():
+    resolved = Resolved(run_config(Parallel()), llama, CONFIG, CONFIG.shape(), load_machine(MeshChoice()))
+    saved = identity(resolved)
+    other_layout = replace(resolved, config=run_config(LAYOUTS["dp2 pp2 tp2 v2"], "float32"))
+    check_identity(other_layout, saved, Path("x"))
+    config = replace(resolved.config, train=replace(resolved.config.train, seed=1, seq_len=32))
+    wrong = replace(resolved, config=config, model_config=replace(CONFIG, width=48))
+    with pytest.raises(ConfigError) as caught:
+        check_identity(wrong, saved, Path("x"))
+    was = "is not what the checkpoint x was trained with"
+    assert caught.value.problems == [
+        f"model.width = 48 {was}; use model.width = 36, or another log.dir",
+        f"train.seed = 1 {was}; use train.seed = 0, or another log.dir",
+        f"train.seq_len = 32 {was}; use train.seq_len = 16, or another log.dir",
+    ]
