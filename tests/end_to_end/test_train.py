@@ -1,0 +1,153 @@
+"""`parallax train` as a user runs it: one run, resumed on another layout, interrupted, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUN = """\
+[model]
+name = "llama-tiny"
+layers = 4
+width = 32
+ff = 64
+
+[parallel]
+dp = 2
+pp = 2
+
+[train]
+steps = 6
+seq_len = 32
+global_batch_size = 8
+eval_every = 3
+eval_batches = 2
+precision = "float32"
+
+[checkpoint]
+every = 3
+"""
+OTHER_LAYOUT = (
+    "parallel.dp=1",
+    "parallel.tp=2",
+    'parallel.schedule="interleaved"',
+    "parallel.virtual_stages=2",
+    "parallel.zero=0",
+)
+KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu", "skipped"}
+# What the command line has to set by itself.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")}
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    (folder / "run.toml").write_text(f'{RUN}\n[log]\ndir = "{folder / "run"}"\n')
+    return [sys.executable, "-m", "parallax", "train", str(folder / "run.toml"), *words]
+
+
+def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, *words), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("train")
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> dict:
+    """The result of the first run."""
+    done = train(folder, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    return json.loads(done.stdout)
+
+
+def test_a_run(folder: Path, first: dict):
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line.keys() - {"valid_loss"} == KEYS for line in lines)
+    assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 7)]
+    assert [line["step"] for line in lines if "valid_loss" in line] == [3, 6]
+    assert all(line["mfu"] is None and line["skipped"] == 0 for line in lines)
+    assert lines[0]["loss"] == pytest.approx(5.55, abs=0.1)  # log 256, about what a new model has
+    assert (first["status"], first["step"], first["valid_loss"]) == ("done", 6, lines[-1]["valid_loss"])
+    assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["3", "6"]
+
+
+def test_a_folder_in_use_is_refused(folder: Path, first: dict):
+    before = files(folder)
+    refused = train(folder)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: log.dir = ") and "is not empty; use --resume" in refused.stderr
+    assert files(folder) == before
+
+
+def test_another_run_is_not_resumed(folder: Path, first: dict):
+    before = files(folder)
+    refused = train(folder, "--resume", "--json", "train.seed=1", "model.ff=128", "train.global_batch_size=16")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    lines = refused.stderr.splitlines()
+    assert [line.split(" is not what the checkpoint")[0] for line in lines] == [
+        "error: model.ff = 128",
+        "error: train.global_batch_size = 16",
+        "error: train.seed = 1",
+    ]
+    assert files(folder) == before
+
+
+def test_nothing_to_resume(tmp_path: Path):
+    refused = train(tmp_path, "--resume")
+    assert (refused.returncode, "has no complete checkpoint" in refused.stderr) == (2, True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resumed_on_another_layout(folder: Path, first: dict):
+    """Last of the tests on `folder`, which it changes."""
+    with (folder / "run" / "metrics.jsonl").open("a") as file:  # as a crash after the last checkpoint leaves them
+        file.write('{"step": 7, "loss": 0.0}\n{"step": 8, "lo')
+    done = train(folder, "--resume", "--json", "train.steps=9", *OTHER_LAYOUT)
+    assert done.returncode == 0, done.stderr
+    assert "warning: train.steps = 9 was 6" in done.stderr
+    result, lines = json.loads(done.stdout), metrics(folder)
+    assert (result["resumed_step"], result["step"]) == (6, 9)
+    assert result["resumed_valid_loss"] == pytest.approx(first["valid_loss"], abs=1e-5)
+    assert [line["step"] for line in lines] == [*range(1, 10)]
+    assert lines[-1]["tokens"] == 256 * 9 and lines[-1]["valid_loss"] < first["valid_loss"]
+    assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["6", "9"]
+
+
+def test_a_signal_saves(tmp_path: Path):
+    running = subprocess.Popen(
+        command(tmp_path, "train.steps=100000", "train.eval_every=0", "checkpoint.every=0"),
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    path, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not (path.exists() and path.read_text().count("\n") > 2):
+        assert running.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, stderr = running.communicate(timeout=120)
+    assert running.returncode == 75, stderr
+    step = metrics(tmp_path)[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
+    last = stderr.splitlines()[-1]
+    assert f"checkpoints/{step}" in last and "--resume" in last
