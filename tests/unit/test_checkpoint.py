@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ LAYOUTS = {
 PAIRS = [*zip(LAYOUTS, [*LAYOUTS][1:] + [*LAYOUTS][:1], strict=True)]
 
 
-def run_config(parallel: Parallel, precision="bfloat16") -> RunConfig:
+def run_config(parallel: Parallel, precision: Literal["bfloat16", "float32"] = "bfloat16") -> RunConfig:
     return RunConfig(
         model=ModelChoice(name="llama-tiny"),
         parallel=parallel,
