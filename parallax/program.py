@@ -98,18 +98,16 @@ class Program:
     def unstack(self, blocks: Tree) -> Tree:
         return jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:]), blocks)
 
+    def place(self, weights: Tree) -> TrainState:
+        """The first state from float32 weights in the canonical tree (blocks stacked [L, …] in model order)."""
+        weights = weights | {"blocks": self.stack(weights["blocks"])}
+        specs = self.optimizer.shardings(weight_specs(self.model, self.layout))
+        return self.optimizer.init(jax.tree.map(jax.lax.with_sharding_constraint, weights, specs))
+
     @cached_property
     def init(self) -> Callable[[jax.Array], TrainState]:
-        """key → the first state, made in place on its devices."""
-
-        def init(key: jax.Array) -> TrainState:
-            weights = self.model.init(key)
-            weights = weights | {"blocks": self.stack(weights["blocks"])}
-            specs = self.optimizer.shardings(weight_specs(self.model, self.layout))
-            weights = jax.tree.map(jax.lax.with_sharding_constraint, weights, specs)
-            return self.optimizer.init(weights)
-
-        return jax.jit(init, out_shardings=self.state_shardings)
+        """key → the first state, made in place on its devices; the same numbers on any layout."""
+        return jax.jit(lambda key: self.place(self.model.init(key)), out_shardings=self.state_shardings)
 
     def gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
         """Mean loss and mean gradients, reduced once over the replicas and sharded as the masters are."""

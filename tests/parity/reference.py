@@ -71,8 +71,7 @@ def loss(family, config, weights, tokens, targets):
     x = table[tokens]
     if family == "gpt":
         x = x + weights["embed"]["positions"][: tokens.shape[1]]
-    for i in range(config.layers):
-        x = layer(config, jax.tree.map(lambda w, i=i: w[i], weights["blocks"]), x)
+    x, _ = jax.lax.scan(lambda x, w: (layer(config, w, x), None), x, weights["blocks"])
     x = norm(weights["head"]["norm"], x, config.norm_epsilon)
     output = weights["head"]["output"]["table"] if "output" in weights["head"] else table
     logp = jax.nn.log_softmax(x @ output.T, axis=-1)
