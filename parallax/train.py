@@ -16,7 +16,8 @@ from typing import Any, Literal, cast
 import jax
 from jax.sharding import Mesh
 
-from parallax.checkpoint import Canonical, Checkpoints, check_identity, identity
+from parallax.canonical import Canonical
+from parallax.checkpoint import Checkpoints, check_identity, identity
 from parallax.config import ConfigError, show, to_toml
 from parallax.data import Batch, Data, open_data
 from parallax.mesh import make_mesh
@@ -87,7 +88,9 @@ def _first_step(resolved: Resolved, checkpoints: Checkpoints, resume: bool) -> i
         return 0
     steps = checkpoints.steps()
     if not steps:
-        raise ConfigError([f"{where} has no complete checkpoint to resume from; start without --resume"])
+        raise ConfigError(
+            [f"{where} has no complete checkpoint to resume from; start without --resume, in an empty folder"]
+        )
     step, path = steps[-1], checkpoints.path(steps[-1])
     facts = checkpoints.facts(step)
     check_identity(resolved, facts["identity"], path)
@@ -127,13 +130,13 @@ def _model(resolved: Resolved) -> Model:
 
 def _mesh(resolved: Resolved) -> Mesh:
     config, machine = resolved.config, resolved.machine
-    if jax.default_backend() != machine.platform:
-        raise ConfigError(
-            [
-                f"mesh.name = {show(machine.name)} has {machine.platform} devices, but jax finds "
-                f'{jax.default_backend()} here; use mesh.name = "cpu" to emulate them, or run there'
-            ]
-        )
+    try:
+        platform = jax.default_backend()
+    except RuntimeError as error:  # JAX_PLATFORMS names what is not there
+        raise ConfigError([f"jax finds no devices: {str(error).splitlines()[0]}"]) from error
+    if platform != machine.platform:
+        where = f"mesh.name = {show(machine.name)} has {machine.platform} devices, but jax finds {platform} here"
+        raise ConfigError([f'{where}; use mesh.name = "cpu" to emulate them, or run there'])
     available = jax.device_count()
     if machine.platform == "cpu":  # more emulated devices than asked for do no harm
         available = min(available, config.devices)

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from parallax.checkpoint import Canonical, Checkpoints, check_identity, identity
+from parallax.canonical import Canonical
+from parallax.checkpoint import Checkpoints, check_identity, identity
 from parallax.config import Checkpoint, ConfigError, Data, Log, MeshChoice, Optimizer, Parallel, RunConfig, Train
 from parallax.config import Model as ModelChoice
 from parallax.machine import load_machine
