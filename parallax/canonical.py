@@ -17,13 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.model import Weight
 from parallax.optimizer import Shard, TrainState, shard_of
 from parallax.program import Program
-from parallax.sharding import Layout
 
 Tree = Any
 
@@ -37,16 +36,14 @@ class Canonical:
     @cached_property
     def _forms(self) -> Tree:
         """A `_Form` for each weight."""
-        program, parallel = self.program, self.program.config.parallel
-        specs = program.optimizer.master_specs
+        program = self.program
 
-        def form(part: str, weight: Weight, spec: P) -> _Form:
-            shard = shard_of(weight, program.layout, parallel.zero)
-            layers = program.model.layers if part == "blocks" else None
-            return _Form(weight, shard, spec, program.layout, program.mesh, parallel.virtual_stages, layers)
+        def form(part: str, weight: Weight, master: P) -> _Form:
+            shard = shard_of(weight, program.layout, program.config.parallel.zero)
+            return _Form(program, weight, shard, master, stacked=part == "blocks")
 
         return {
-            part: jax.tree.map(lambda w, s, part=part: form(part, w, s), weights, specs[part])
+            part: jax.tree.map(lambda w, s, part=part: form(part, w, s), weights, program.optimizer.master_specs[part])
             for part, weights in program.model.weights.items()
         }
 
@@ -92,32 +89,26 @@ class Canonical:
 class _Form:
     """One weight's two forms, and how to get from one to the other inside jit."""
 
+    program: Program
     weight: Weight
     shard: Shard
     master: P  # spec of the masters and moments, as the optimizer holds them
-    layout: Layout
-    mesh: Mesh
-    virtual_stages: int
-    layers: int | None  # of the model, where the weight is stacked
-
-    @property
-    def stacked(self) -> bool:
-        return self.layers is not None
+    stacked: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.weight.shape if self.layers is None else (self.layers, *self.weight.shape)
+        return (self.program.model.layers, *self.weight.shape) if self.stacked else self.weight.shape
 
     @property
     def whole(self) -> P:
         """Spec of the weight in its true shape, as the pipeline stacks it; replicated over dp, ep and cp where the
         optimizer flattens it, else split as the optimizer does."""
         lead = (None, "pp", None) if self.stacked else ()
-        return P(*lead, *self.layout.spec(self.weight.axes)) if self.shard.split == -1 else self.master
+        return P(*lead, *self.program.layout.spec(self.weight.axes)) if self.shard.split == -1 else self.master
 
     @property
     def canonical(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P("pp", *self.whole[3:]) if self.stacked else self.whole)
+        return self.program.sharding(P("pp", *self.whole[3:]) if self.stacked else self.whole)
 
     def to_canonical(self, x: jax.Array) -> jax.Array:
         if self.shard.split == -1:
@@ -129,10 +120,9 @@ class _Form:
         return self._per_layer(self.shard.take, self.whole, self.master)(x) if self.shard.split == -1 else x
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """[L, …] → [virtual stage, pp, layer of a chunk, …]"""
-        return x.reshape(self.virtual_stages, self.layout.pp, -1, *x.shape[1:]) if self.stacked else x
+        return self.program.stack(x) if self.stacked else x
 
     def _per_layer(self, f, in_spec: P, out_spec: P):
         for _ in range(3 if self.stacked else 0):
             f = jax.vmap(f)
-        return jax.shard_map(f, mesh=self.mesh, in_specs=(in_spec,), out_specs=out_spec, check_vma=False)
+        return jax.shard_map(f, mesh=self.program.mesh, in_specs=(in_spec,), out_specs=out_spec, check_vma=False)

@@ -127,6 +127,11 @@ class ProgressLine:
         return "  ".join([*parts, f"{left} left"])
 
 
+def say(text: str) -> None:
+    """A line on stderr; stdout is kept for results."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def duration(seconds: float) -> str:
     """`42 s`, `3 min 20 s`, `5 h 07 min`."""
     minutes, s = divmod(round(seconds), 60)

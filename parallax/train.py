@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -14,18 +13,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import jax
-from jax.sharding import Mesh
 
 from parallax.canonical import Canonical
-from parallax.checkpoint import Checkpoints, check_identity, identity
-from parallax.config import ConfigError, show, to_toml
-from parallax.data import Batch, Data, open_data
-from parallax.mesh import make_mesh
-from parallax.metrics import MetricsFile, ProgressLine, StepRecord, duration, model_flops_utilization
-from parallax.model import Model
+from parallax.checkpoint import identity
+from parallax.config import to_toml
+from parallax.data import Batch
+from parallax.metrics import MetricsFile, ProgressLine, StepRecord, duration, model_flops_utilization, say
 from parallax.optimizer import TrainState
-from parallax.program import Program, StepMetrics
-from parallax.validate import Resolved, check_devices
+from parallax.program import StepMetrics
+from parallax.start import Start, prepare
+from parallax.validate import Resolved
 
 STEPS_IN_FLIGHT = 2  # dispatched and not yet waited for; none on CPU, where queued collectives can lock each other up
 EXIT_STATUS = {"done": 0, "failed": 1, "stopped": 75}
@@ -62,116 +59,12 @@ def train(resolved: Resolved, *, resume: bool = False) -> Result:
     Raises ConfigError, before anything is compiled or changed, where the run cannot start: no data for a batch, other
     devices than the layout asks for, a `log.dir` that is in use, a checkpoint that is missing or of another run.
     """
-    checkpoints = Checkpoints(Path(resolved.config.log.dir) / "checkpoints", resolved.config.checkpoint.keep)
-    first = _first_step(resolved, checkpoints, resume)
-    data = _open(resolved)
-    program = Program(resolved.config, _model(resolved), _mesh(resolved))
-    _say(_summary(resolved, data, first))
-    run = _Run(resolved, program, data, checkpoints, first, resume)
+    start = prepare(resolved, resume)
+    say(start.summary())
+    run = _Run(start)
     result = run.go()
-    _say(run.last_words(result))
+    say(run.last_words(result))
     return result
-
-
-# Before the first step
-
-
-def _first_step(resolved: Resolved, checkpoints: Checkpoints, resume: bool) -> int:
-    """The number of steps that are behind us already."""
-    config, folder = resolved.config, Path(resolved.config.log.dir)
-    where = f"log.dir = {show(config.log.dir)}"
-    if not resume:
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError([f"{where} is a file; use a folder that is empty or new"])
-        if folder.is_dir() and any(folder.iterdir()):
-            raise ConfigError([f"{where} is not empty; use --resume to go on from its checkpoint, or another log.dir"])
-        return 0
-    steps = checkpoints.steps()
-    if not steps:
-        raise ConfigError(
-            [f"{where} has no complete checkpoint to resume from; start without --resume, in an empty folder"]
-        )
-    step, path = steps[-1], checkpoints.path(steps[-1])
-    facts = checkpoints.facts(step)
-    check_identity(resolved, facts["identity"], path)
-    if config.train.steps < step:
-        raise ConfigError([f"train.steps = {config.train.steps} is less than the {step} of {path}; use {step} or more"])
-    if config.train.steps != facts["train_steps"] and config.optimizer.schedule != "constant":
-        _say(
-            f"warning: train.steps = {config.train.steps} was {facts['train_steps']}: from here on the learning rate "
-            f"follows the {config.optimizer.schedule} schedule to the new end"
-        )
-    return step
-
-
-def _open(resolved: Resolved) -> Data:
-    train, source = resolved.config.train, resolved.config.data
-    try:
-        data = open_data(
-            source=source.source,
-            valid_fraction=source.valid_fraction,
-            tokenizer=source.tokenizer,
-            seq_len=train.seq_len,
-            global_batch_size=train.global_batch_size,
-            vocab_size=resolved.shape.vocab_size,
-            seed=train.seed,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error).splitlines()) from error
-    most = data.held_out.max_batches
-    if train.eval_batches > most:
-        raise ConfigError([f"train.eval_batches = {train.eval_batches} is more than are held out; use {most} or less"])
-    return data
-
-
-def _model(resolved: Resolved) -> Model:
-    return Model(resolved.model_module, resolved.model_config, resolved.shape, resolved.config.train.remat)
-
-
-def _mesh(resolved: Resolved) -> Mesh:
-    config, machine = resolved.config, resolved.machine
-    try:
-        platform = jax.default_backend()
-    except RuntimeError as error:  # JAX_PLATFORMS names what is not there
-        raise ConfigError([f"jax finds no devices: {str(error).splitlines()[0]}"]) from error
-    if platform != machine.platform:
-        where = f"mesh.name = {show(machine.name)} has {machine.platform} devices, but jax finds {platform} here"
-        raise ConfigError([f'{where}; use mesh.name = "cpu" to emulate them, or run there'])
-    available = jax.device_count()
-    if machine.platform == "cpu":  # more emulated devices than asked for do no harm
-        available = min(available, config.devices)
-    if problems := check_devices(config, available, resolved.shape):
-        raise ConfigError(problems)
-    return make_mesh(config.parallel)
-
-
-def _summary(resolved: Resolved, data: Data, first: int) -> str:
-    """The block printed before the loop."""
-    config, shape, machine = resolved.config, resolved.shape, resolved.machine
-    parallel, train = config.parallel, config.train
-    sizes = " · ".join(f"{a} {n}" for a in ("dp", "pp", "ep", "cp", "tp") if (n := getattr(parallel, a)) > 1)
-    options = [parallel.schedule if parallel.pp > 1 else ""]
-    options += [f"{parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else ""]
-    options += ["sequence parallel" if parallel.sequence_parallel and parallel.tp > 1 else "", f"zero {parallel.zero}"]
-    layout = ", ".join(filter(None, [sizes, *options]))
-    tokens = train.global_batch_size * train.seq_len
-    emulated = "emulated " if machine.platform == "cpu" else ""
-    corpus = data.corpus
-    text = f", {len(corpus.train):,} tokens and {len(corpus.valid):,} held out" if corpus else ""
-    sizes_of_model = f"{len(shape.layers)} layers, width {shape.width}, {shape.parameters:,} parameters"
-    rows = {
-        "model": f"{config.model.name}, {sizes_of_model}",
-        "devices": f"{config.devices} {emulated}{machine.name}: {layout}",
-        "data": f"{config.data.source}{text}",
-        "step": f"{train.global_batch_size} x {train.seq_len} = {tokens:,} tokens, {config.microbatches} microbatches",
-        "steps": f"{first} to {train.steps}, {train.precision}, remat {train.remat}",
-        "run": config.log.dir,
-    }
-    return "\n".join(f"{name:9}{value}" for name, value in rows.items())
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # The loop
@@ -197,25 +90,24 @@ class _StopRequest:
         self.signal = signal.Signals(number)
         for watched in (signal.SIGINT, signal.SIGTERM):
             signal.signal(watched, signal.SIG_DFL)
-        _say(f"{self.signal.name}: saving after this step; once more to stop at once")
+        say(f"{self.signal.name}: saving after this step; once more to stop at once")
 
 
 class _Run:
     """One run's state while it goes. `step` counts finished or dispatched steps from the first of the run."""
 
-    def __init__(
-        self, resolved: Resolved, program: Program, data: Data, checkpoints: Checkpoints, first: int, resume: bool
-    ):
-        self.resolved, self.program, self.data, self.checkpoints = resolved, program, data, checkpoints
-        self.config, self.canonical = resolved.config, Canonical(program)
-        self.first, self.step, self.resume = first, first, resume
-        self.saved: int | None = first if resume else None
+    def __init__(self, start: Start):
+        self.resolved, self.program, self.data = start.resolved, start.program, start.data
+        self.config, self.checkpoints = start.resolved.config, start.checkpoints
+        self.canonical = Canonical(start.program)
+        self.first, self.step, self.resume = start.first, start.first, start.resume
+        self.saved: int | None = start.first if start.resume else None
         self.resumed_valid_loss: float | None = None
         self.last: StepRecord | None = None
         self.valid_loss: float | None = None
         self.skipped = self.skipped_before = 0
         self.in_flight: deque[tuple[int, StepMetrics]] = deque()
-        self.compile_time_s = self.train_time_s = 0.0
+        self.compile_time_s = 0.0
         self.clock = _Clock()
         self.stop = _StopRequest()
 
