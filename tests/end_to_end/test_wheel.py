@@ -107,7 +107,7 @@ def test_it_is_what_runs(installed: Installed):
 
 
 def test_schedule(installed: Installed):
-    words = "schedule --kind interleaved --pp 4 --virtual-stages 2 --microbatches 8 --json".split()
+    words = ["schedule", "--kind", "interleaved", "--pp", "4", "--virtual-stages", "2", "--microbatches", "8", "--json"]
     printed = installed.run("parallax", *words)
     assert printed == installed.run("python", "-m", "parallax", *words)
     result = json.loads(printed)
