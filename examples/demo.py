@@ -27,7 +27,7 @@ from parallax.metrics import duration
 
 ROOT = Path(__file__).parents[1]
 RUN_FILE = "examples/demo.toml"
-FIRST_STEPS = 180
+FIRST_STEPS = 150
 OTHER_LAYOUT = ("parallel.pp=4", "parallel.tp=1")
 LARGEST_CHANGE = 0.01  # nats a token, of the held-out loss at the change of layout: rounding of bfloat16
 BARS = "▁▂▃▄▅▆▇█"
@@ -53,9 +53,8 @@ def main() -> int:
     beaten = second["valid_loss"] < bigram
     layouts = layout(load(ROOT / RUN_FILE)), layout(load(ROOT / RUN_FILE, OTHER_LAYOUT))
     rows = Table.grid(padding=(0, 2))
-    rows.add_row(
-        "[bold]loss", f"{losses[0]:.4f}", f"step 1 {curve(losses)} step {len(losses)}: {losses[-1]:.4f}, nats a byte"
-    )
+    rows.add_row("[bold]loss", f"{losses[0]:.4f}", "step 1, in nats a byte")
+    rows.add_row("", f"{losses[-1]:.4f}", f"step {len(losses)}  {curve(losses)}")
     rows.add_row("[bold]held out", f"{first['valid_loss']:.4f}", f"step {first['step']}, on {layouts[0]}")
     rows.add_row("", f"{second['resumed_valid_loss']:.4f}", f"the same step, restored on {layouts[1]}")
     rows.add_row("", f"{second['valid_loss']:.4f}", f"step {second['step']}, on {layouts[1]}")
