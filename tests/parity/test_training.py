@@ -1,4 +1,4 @@
-"""Every parallel feature against a plain single-device program: loss, each gradient, weights after three AdamW steps."""
+"""Every parallel feature against a plain single-device program: loss, gradients, weights after three AdamW steps."""
 
 from __future__ import annotations
 
