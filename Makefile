@@ -24,7 +24,7 @@ test-slow: .venv/installed
 	.venv/bin/pytest -m slow $(ARGS)
 
 test-newest: .venv-newest/installed
-	.venv-newest/bin/pytest -m newest $(ARGS)
+	.venv-newest/bin/pytest -m newest -n $(JOBS) $(ARGS)
 
 lint: .venv/installed-lint
 	.venv/bin/ruff check
@@ -54,8 +54,8 @@ clean:
 
 .venv/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { echo 'error: $(PYTHON) not found; parallax needs Python 3.11 or newer' >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	    echo "error: parallax needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) and sys.exit( \
+	    "error: parallax needs Python 3.11 or newer; $(PYTHON) is %d.%d.%d" % v[:3])'
 	@$(PYTHON) -m venv .venv
 
 .venv-newest/installed: pyproject.toml .ci/pins-newest.txt | .venv-newest/bin/pip
