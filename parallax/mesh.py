@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,8 +14,8 @@ from parallax.config import Parallel
 from parallax.sharding import AXES
 
 
-def make_mesh(parallel: Parallel, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of a layout on the first devices that it needs.
+def make_mesh(parallel: Parallel, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a layout on the first of these jax devices (all there are) that it needs.
 
     On TPU the order follows the chips' topology. On GPU and CPU devices come in process order, hosts one after the
     other, which keeps the fastest axes inside a node. Raises ValueError where there are too few devices."""

@@ -23,9 +23,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.config import Optimizer
 from parallax.model import Model, Weight
 from parallax.pipeline import partial_specs, weight_specs
-from parallax.sharding import AXES, REPLICAS, Layout
-
-Tree = Any
+from parallax.sharding import AXES, REPLICAS, Layout, Leaf, Tree
 
 
 class TrainState(NamedTuple):
@@ -33,14 +31,14 @@ class TrainState(NamedTuple):
 
     weights: Tree
     masters: Tree
-    adam: optax.ScaleByAdamState
-    skipped: jax.Array  # int32: steps left out because a gradient was not finite
+    adam: Any  # optax.ScaleByAdamState
+    skipped: Leaf  # int32: steps left out because a gradient was not finite
 
 
 class UpdateMetrics(NamedTuple):
-    grad_norm: jax.Array  # before clipping
-    learning_rate: jax.Array
-    finite: jax.Array  # False: the step was left out
+    grad_norm: Leaf  # before clipping
+    learning_rate: Leaf
+    finite: Leaf  # False: the step was left out
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def shard_of(weight: Weight, layout: Layout, zero: int) -> Shard:
     return Shard(local, next((d for d, n in enumerate(local) if n % layout.replicas == 0), -1), layout.replicas)
 
 
-def learning_rates(config: Optimizer, steps: int) -> Callable[[jax.Array], jax.Array]:
+def learning_rates(config: Optimizer, steps: int) -> optax.Schedule:
     """Learning rate by number of updates made: linear warm-up, then cosine, linear or constant to the last step."""
     peak, low = config.learning_rate, config.learning_rate * config.min_learning_rate_ratio
     rest = max(steps - config.warmup_steps, 1)
@@ -152,7 +150,7 @@ class ShardedAdamW:
     @property
     def state_specs(self) -> TrainState:
         masters = self.master_specs
-        adam = optax.ScaleByAdamState(count=P(), mu=masters, nu=masters)
+        adam: Any = optax.ScaleByAdamState(count=P(), mu=masters, nu=masters)  # type: ignore[arg-type]
         return TrainState(weight_specs(self.model, self.layout), masters, adam, P())
 
     def shardings(self, specs: Tree) -> Tree:
@@ -222,7 +220,7 @@ class ShardedAdamW:
         scale = jnp.minimum(1.0, clip / jnp.maximum(norm, 1e-12)) if clip else 1.0
         gradients = jax.tree.map(lambda g: g * scale, gradients)
 
-        learning_rate = learning_rates(self.config, self.steps)(state.adam.count)
+        learning_rate = jnp.asarray(learning_rates(self.config, self.steps)(state.adam.count))
         direction, adam = self._adam.update(gradients, state.adam)
         decay = self._over_weights(lambda w, _: self.config.weight_decay if w.decays else 0.0)
         masters = jax.tree.map(lambda w, d, rate: w - learning_rate * (d + rate * w), state.masters, direction, decay)
@@ -239,7 +237,8 @@ class ShardedAdamW:
             named = {a for entry in spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
             axes = tuple(a for a in AXES if a in named)
             sums[axes] = sums.get(axes, jnp.float32(0)) + jnp.sum(g * g)
-        return jnp.sqrt(sum(lax.psum(total, axes) if axes else total for axes, total in sums.items()))
+        squares = [lax.psum(total, axes) if axes else total for axes, total in sums.items()]
+        return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 
 
 def _after(first: Tree, then: Tree) -> Tree:

@@ -14,7 +14,7 @@ So a microbatch in flight costs its residuals (`train.remat` decides which) and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.model import Model
 from parallax.schedule.table import Row, Run, TickTable
-from parallax.sharding import BATCH, MANUAL, REPLICAS, Layout, between_layers, constrain, only, psum
+from parallax.sharding import BATCH, MANUAL, REPLICAS, Layout, Tree, between_layers, constrain, only, psum
 
-Tree = Any
 BATCH_SPEC = P(None, BATCH, "cp")  # tokens and targets [M, B, S]
 CELLS_SPEC = P(None, "pp")  # TickTable.cells
 
@@ -164,7 +163,7 @@ class _Rank:
         embed = lambda _: between_layers(self.model.embed(self.outer["embed"], tokens_BS, self.positions_S))
         embedded_BSD = _when(row.embed_valid, embed, self.zero_BSD)
         x_BSD = jnp.where(row.f_first, embedded_BSD, _at(activations, row.f_get))
-        forward = lambda carry: self._forward(*carry, row.f_chunk, row.f_slot)
+        forward = lambda carry: self._forward(carry, row.f_chunk, row.f_slot)
         y_BSD, stash = self._unless_idle(row.f_valid, forward, (x_BSD, state.stash))
         state = state._replace(activation=self._send(y_BSD, +1), activations=activations, stash=stash)
         return state, y_BSD
@@ -192,7 +191,7 @@ class _Rank:
         """An idle rank runs on a zero gradient, which adds nothing: dy is masked, not dw."""
         dy_BSD = jnp.where(row.b_last, _at(state.loss_gradients, row.b_loss_get), _at(state.gradients, row.b_get))
         dy_BSD = between_layers(jnp.where(row.b_valid, dy_BSD, 0))
-        backward = lambda carry: self._backward(*carry, state.stash, row.b_chunk, row.b_slot)
+        backward = lambda carry: self._backward(carry, state.stash, row.b_chunk, row.b_slot)
         dx_BSD, gradients = self._unless_idle(row.b_valid, backward, (dy_BSD, state.block_gradients))
 
         def add_embedding(outer):
@@ -206,16 +205,20 @@ class _Rank:
 
     # one chunk of layers
 
-    def _forward(self, x_BSD, stash, chunk, slot):
+    def _forward(self, carry, chunk, slot):
+        """(x, stash) → (y, stash with the layers' residuals in the slot)"""
+
         def layer(carry, index):
             x_BSD, stash = carry
             y_BSD, kept = self._layer_forward(self._layer_weights(chunk * self.layers + index), x_BSD)
             stash = [_put(s, r, slot, index) for s, r in zip(stash, kept, strict=True)]
             return (y_BSD, stash), None
 
-        return lax.scan(layer, (x_BSD, stash), jnp.arange(self.layers))[0]
+        return lax.scan(layer, carry, jnp.arange(self.layers))[0]
 
-    def _backward(self, dy_BSD, gradients, stash, chunk, slot):
+    def _backward(self, carry, stash, chunk, slot):
+        """(dy, gradients) → (dx, gradients with those of the chunk's layers added)"""
+
         def layer(carry, index):
             dy_BSD, gradients = carry
             position = chunk * self.layers + index
@@ -228,7 +231,7 @@ class _Rank:
 
             return (dx_BSD, jax.tree.map(add, gradients, d_weights)), None
 
-        return lax.scan(layer, (dy_BSD, gradients), jnp.arange(self.layers), reverse=True)[0]
+        return lax.scan(layer, carry, jnp.arange(self.layers), reverse=True)[0]
 
     # one layer
 

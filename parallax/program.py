@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Wrapped
 
 from parallax.config import RunConfig
 from parallax.model import Model
@@ -18,30 +19,28 @@ from parallax.optimizer import ShardedAdamW, TrainState
 from parallax.pipeline import BATCH_SPEC, CELLS_SPEC, loss_and_gradients, weight_specs
 from parallax.schedule.order import forward_only, make_schedule
 from parallax.schedule.table import TickTable, tick_table
-from parallax.sharding import Layout
-
-Tree = Any
+from parallax.sharding import AXES, Layout, Leaf, Tree
 
 
 class Batch(NamedTuple):
     """tokens and targets int32 [M, B, S]; `cells` is the tick table that goes with them."""
 
-    tokens: jax.Array
-    targets: jax.Array
-    cells: jax.Array
+    tokens: Leaf
+    targets: Leaf
+    cells: Leaf
 
 
 class StepMetrics(NamedTuple):
-    loss: jax.Array
-    grad_norm: jax.Array
-    learning_rate: jax.Array
-    finite: jax.Array
+    loss: Leaf
+    grad_norm: Leaf
+    learning_rate: Leaf
+    finite: Leaf
 
 
 def layout_of(config: RunConfig, model: Model) -> Layout:
     """What the run file's [parallel] section means for this model."""
     parallel = config.parallel
-    sizes = {axis: getattr(parallel, axis) for axis in ("pp", "dp", "ep", "cp", "tp")}
+    sizes = {axis: getattr(parallel, axis) for axis in AXES}
     kv_split = all(layer.kv_heads % parallel.tp == 0 for layer in model.shape.layers)
     return Layout(sizes, parallel.sequence_parallel, frozenset() if kv_split else frozenset({"kv_heads"}))
 
@@ -112,7 +111,8 @@ class Program:
     def gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
         """Mean loss and mean gradients, reduced once over the replicas and sharded as the masters are."""
         run = loss_and_gradients(self.model, self.layout, self.mesh, self.table, self.config.parallel.skip_idle)
-        return self.optimizer.reduce(*run(weights, *batch), self.config.microbatches)
+        loss, partials = run(weights, *batch)
+        return self.optimizer.reduce(loss, partials, self.config.microbatches)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """The train step, not yet jitted: forward, backward, one reduction, AdamW, one gather."""
@@ -121,7 +121,8 @@ class Program:
         return state, StepMetrics(loss, *update)
 
     @cached_property
-    def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    def train_step(self) -> Wrapped:
+        """(state, batch) → (state, metrics), jitted; the state that is given is used up."""
         shardings = (self.state_shardings, self.batch_shardings)
         replicated = StepMetrics(*(self.sharding(P()),) * len(StepMetrics._fields))
         return jax.jit(

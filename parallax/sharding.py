@@ -12,10 +12,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
+
+Leaf = Any  # an array, or what stands in its place in a tree of specs, shardings or shapes
+Tree = Any  # of arrays
 
 AXES = ("pp", "dp", "ep", "cp", "tp")  # slowest link first: tp varies fastest and stays inside a node
 MANUAL = ("pp", "dp", "ep", "cp")  # what the pipeline handles by hand; tp is left to XLA

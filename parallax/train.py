@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 
@@ -165,8 +165,7 @@ class _Run:
     def _compile(self, batch: Batch):
         start = time.monotonic()
         with jax.set_mesh(self.program.mesh):
-            step = cast(jax.stages.Wrapped, self.program.train_step)
-            compiled = step.lower(self.state, self.program.batch(*batch)).compile()
+            compiled = self.program.train_step.lower(self.state, self.program.batch(*batch)).compile()
         self.compile_time_s = time.monotonic() - start
         self.progress.say(f"compiled in {duration(self.compile_time_s)}")
         return compiled

@@ -13,16 +13,25 @@ from parallax.program import Batch, Program
 
 
 def program(
-    parallel: Parallel, m: int, *, devices=None, layers=8, seq_len=128, remat="full", precision="float32", **sizes
-):
-    """A small Llama on a layout, with `m` microbatches of one sequence a replica"""
+    parallel: Parallel,
+    m: int,
+    *,
+    devices=None,
+    layers=8,
+    seq_len=128,
+    micro_batch_size=1,
+    remat="full",
+    precision="float32",
+    **sizes,
+) -> Program:
+    """A small Llama on a layout, with `m` microbatches a step"""
     widths = {"vocab_size": 512, "width": 128, "heads": 4, "kv_heads": 4, "ff": 256} | sizes
     config = llama.Config(**widths, layers=layers, rope_theta=10_000.0)
     train = Train(
         steps=10,
         seq_len=seq_len,
-        global_batch_size=m * parallel.dp,
-        micro_batch_size=1,
+        global_batch_size=m * parallel.dp * micro_batch_size,
+        micro_batch_size=micro_batch_size,
         remat=remat,
         precision=precision,
     )

