@@ -236,7 +236,7 @@ class ShardedAdamW:
         for spec, g in zip(jax.tree.leaves(self.master_specs), jax.tree.leaves(gradients), strict=True):
             named = {a for entry in spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
             axes = tuple(a for a in AXES if a in named)
-            sums[axes] = sums.get(axes, jnp.float32(0)) + jnp.sum(g * g)
+            sums[axes] = jnp.sum(g * g) + sums.get(axes, 0.0)
         squares = [lax.psum(total, axes) if axes else total for axes, total in sums.items()]
         return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from parallax.environment import emulate_devices
 
@@ -29,7 +30,7 @@ ROUNDS = 7
 GLOBAL_BATCH = 16
 BENCH_MODEL = {"vocab_size": 1024, "width": 256, "heads": 8, "kv_heads": 8, "ff": 1024}
 
-interleaved = {"virtual_stages": 2, "schedule": "interleaved"}
+interleaved: dict[str, Any] = {"virtual_stages": 2, "schedule": "interleaved"}
 LAYOUTS: dict[str, tuple[Parallel, int]] = {
     "dp8": (Parallel(dp=8), 1),
     "tp4-dp2": (Parallel(tp=4, dp=2), 1),
@@ -75,14 +76,14 @@ def steps() -> list[dict]:
 def growth() -> list[dict]:
     """Temporaries and program text at pp4, a fixed micro batch, for more microbatches and for more layers"""
     rows = []
-    for schedule, v in (("1f1b", 1), ("interleaved", 2)):
+    for parallel in (Parallel(pp=4, tp=2), Parallel(pp=4, tp=2, **interleaved)):
         for remat in ("none", "selective", "full"):
-            parallel = Parallel(pp=4, tp=2, schedule=schedule, virtual_stages=v)
             for label, a, b in (("m 8 → 64", (8, 8), (64, 8)), ("layers 16 → 64", (8, 16), (8, 64))):
                 compiled = [compile_step(program(parallel, m, layers=layers, remat=remat)) for m, layers in (a, b)]
                 memory = [c.memory_analysis().temp_size_in_bytes for c in compiled]
                 text = [len(c.as_text()) for c in compiled]
-                row = {"schedule": schedule, "virtual_stages": v, "remat": remat, "growth": label}
+                row: dict[str, Any] = {"schedule": parallel.schedule, "virtual_stages": parallel.virtual_stages}
+                row |= {"remat": remat, "growth": label}
                 row |= {"temporaries_bytes": memory, "text_growth": text[1] / text[0] - 1}
                 rows.append(row | {"temporaries_growth": memory[1] / memory[0] - 1})
     return rows

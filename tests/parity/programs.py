@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -20,12 +22,12 @@ def program(
     layers=8,
     seq_len=128,
     micro_batch_size=1,
-    remat="full",
-    precision="float32",
-    **sizes,
+    remat: Any = "full",
+    precision: Any = "float32",
+    **sizes: Any,
 ) -> Program:
     """A small Llama on a layout, with `m` microbatches a step"""
-    widths = {"vocab_size": 512, "width": 128, "heads": 4, "kv_heads": 4, "ff": 256} | sizes
+    widths: dict[str, Any] = {"vocab_size": 512, "width": 128, "heads": 4, "kv_heads": 4, "ff": 256} | sizes
     config = llama.Config(**widths, layers=layers, rope_theta=10_000.0)
     train = Train(
         steps=10,
@@ -39,7 +41,7 @@ def program(
     return Program(run, Functions(llama, config, config.shape(), remat), make_mesh(parallel, devices))
 
 
-def compile_step(built: Program):
+def compile_step(built: Program) -> Any:
     """The compiled train step"""
     train = built.config.train
     rows = jax.ShapeDtypeStruct(

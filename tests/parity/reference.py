@@ -5,6 +5,8 @@ Weights come in the canonical tree: {"blocks": {name: {...}} stacked [L, …], "
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +80,7 @@ def loss(family, config, weights, tokens, targets):
     return -jnp.mean(jnp.take_along_axis(logp, targets[..., None], axis=-1))
 
 
-def train(family, config, weights, batches, optimizer, learning_rates):
+def train(family, config, weights, batches, optimizer, learning_rates) -> tuple[list[float], Any, Any]:
     """AdamW with global-norm clipping by optax over [(tokens, targets), …]: losses, first gradients, final weights."""
     vector = lambda path, w: w.ndim - (path[0].key == "blocks") > 1
     tx = optax.chain(

@@ -23,7 +23,7 @@ def sizes(built: Program) -> dict[str, int]:
     return dict(built.mesh.shape)
 
 
-def tick_loops(text: str, mesh) -> dict[str, int]:
+def tick_loops(text: str, mesh) -> dict[str, int | None]:
     """Outermost loops that send activations or gradients around the ring, and their trip counts"""
     return {
         c.loops[0].body: c.loops[0].trips for c in collectives(text, mesh) if c.kind == "collective-permute" and c.loops
@@ -41,7 +41,9 @@ def test_executed_ticks_are_the_formulas(schedule, v, m):
     forwards = backwards = m * v + p - 1 if m >= p else m + v * p - 1
     assert (table.forward_ticks, table.backward_ticks) == (forwards, backwards)
     # a run of ticks is a loop, but one of a single tick: XLA unrolls it
-    assert sorted(tick_loops(text, sizes(built)).values()) == sorted(r.ticks for r in table.runs if r.ticks > 1)
+    assert sorted(trips or 0 for trips in tick_loops(text, sizes(built)).values()) == sorted(
+        r.ticks for r in table.runs if r.ticks > 1
+    )
     # each forward tick sends one activation and each backward tick one gradient; the unrolled tick of GPipe sees that
     # the gradient it is to send is the zero of the start, and sends nothing
     sends = [c for c in collectives(text, sizes(built)) if c.kind == "collective-permute"]

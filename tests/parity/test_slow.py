@@ -103,7 +103,7 @@ def test_bfloat16_follows_float32(capsys):
     run = run_config(Parallel(), "float32", steps)
     config = llama.PRESETS["llama-tiny"]
     start = jax.jit(Model(llama, config, config.shape()).init)(jax.random.key(0))
-    rates = [float(learning_rates(run.optimizer, steps)(i)) for i in range(steps)]
+    rates = [float(np.asarray(learning_rates(run.optimizer, steps)(i))) for i in range(steps)]
     wanted, _, _ = reference.train("llama", config, start, text_batches(run), run.optimizer, rates)
     composed = train_on_text(Parallel(dp=2, pp=2, tp=2, virtual_stages=2, schedule="interleaved"), "bfloat16", steps)
     other = train_on_text(Parallel(pp=4, tp=2), "bfloat16", steps)

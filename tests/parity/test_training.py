@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ NEWEST = {"dp3-pp2", "dp2-pp2-tp2", "tp8"}  # layouts of the cases that `make te
 
 def model_of(family: str, layers: int, remat: str) -> Model:
     """Small, with widths that 3 replicas do not divide and fewer key/value heads than tp = 8"""
-    sizes = {"vocab_size": 256, "width": 64, "layers": layers, "heads": 8, "ff": 96}
+    sizes: dict[str, Any] = {"vocab_size": 256, "width": 64, "layers": layers, "heads": 8, "ff": 96}
     if family == "llama":
         config = llama.Config(**sizes, kv_heads=4, rope_theta=10_000.0)
         return Model(llama, config, config.shape(), remat)
@@ -88,7 +89,7 @@ def test_parity(case: Case):
             gradients.append(gradient)
 
     config = program.config
-    rates = [float(learning_rates(config.optimizer, config.train.steps)(i)) for i in range(len(data))]
+    rates = [float(np.asarray(learning_rates(config.optimizer, config.train.steps)(i))) for i in range(len(data))]
     want_losses, want_gradients, want_weights = reference.train(
         case.family, program.model.config, start, data, config.optimizer, rates
     )
