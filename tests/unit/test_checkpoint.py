@@ -57,9 +57,9 @@ def program_of(layout: str) -> Program:
 @cache
 def filled(layout: str) -> TrainState:
     """A state in which no two weights, moments or layers are alike."""
-    program = program_of(layout)
+    program, weights = program_of(layout), plain_weights()
     with jax.set_mesh(program.mesh):
-        state = program.init(jax.random.key(0))
+        state = jax.jit(program.place, out_shardings=program.state_shardings)(weights)
     scaled = lambda factor: jax.tree.map(lambda w: w * factor, state.masters)
     adam = state.adam._replace(mu=scaled(0.5), nu=scaled(-2.0), count=state.adam.count + 7)
     return state._replace(adam=adam, skipped=state.skipped + 2)
@@ -95,7 +95,18 @@ def test_bit_equal_over_layouts(tmp_path: Path, saved_on: str, restored_on: str)
 
 @cache
 def plain_weights():
-    return jax.jit(Model(llama, CONFIG, CONFIG.shape()).init)(jax.random.key(0))
+    weights = jax.jit(Model(llama, CONFIG, CONFIG.shape()).init)(jax.random.key(0))
+    return jax.tree.map(np.asarray, weights)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_initial_weights_are_the_same_on_every_layout(layout: str):
+    """But for rounding: from jax 0.12, XLA for CPUs fuses multiply-adds in a loop's SIMD part and not in the rest, so
+    that rows of 6 or 12 differ by 2 units in the last place with the way they are cut. Bit for bit before that."""
+    program = program_of(layout)
+    with jax.set_mesh(program.mesh):
+        weights = Canonical(program).from_state(program.init(jax.random.key(0)))["masters"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-7), weights, plain_weights())
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path):
