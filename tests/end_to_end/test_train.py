@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("train")  # one worker makes the run that the others read
 ROOT = Path(__file__).parents[2]
 RUN = """\
 [model]
