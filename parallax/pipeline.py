@@ -33,8 +33,8 @@ CELLS_SPEC = P(None, "pp")  # TickTable.cells
 class State(NamedTuple):
     """What a rank carries from tick to tick. Inboxes are [slot, B, S, D], the stash [slot, layer of a chunk, …]."""
 
-    activation: jax.Array  # leaving, to be sent on
-    gradient: jax.Array
+    activation: jax.Array  # sent at the end of a tick's forward phase: what has arrived, on its way to the inbox
+    gradient: jax.Array  # what the backward phase leaves, to be sent when the next tick begins
     activations: jax.Array  # inboxes
     gradients: jax.Array
     loss_gradients: jax.Array

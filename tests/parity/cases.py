@@ -39,6 +39,9 @@ class Case:
     remat: str
     microbatches: str
     zero: int
+    sequence_parallel: bool = True
+    skip_idle: bool = False
+    tied: bool = False
 
     @property
     def legal(self) -> bool:
@@ -55,11 +58,13 @@ class Case:
 
     def __str__(self) -> str:
         v = f"-v{self.virtual_stages}" if self.virtual_stages > 1 else ""
-        return f"{self.family}-{self.layout}-{self.schedule}{v}-{self.remat}-m{self.m}-zero{self.zero}"
+        options = f"{'' if self.sequence_parallel else '-whole'}{'-skip' * self.skip_idle}{'-tied' * self.tied}"
+        return f"{self.family}-{self.layout}-{self.schedule}{v}-{self.remat}-m{self.m}-zero{self.zero}{options}"
 
     def parallel(self) -> Parallel:
         sizes = LAYOUTS[self.layout]
-        return Parallel(**sizes, virtual_stages=self.virtual_stages, schedule=self.schedule, zero=self.zero)  # type: ignore[arg-type]
+        names = ("virtual_stages", "schedule", "zero", "sequence_parallel", "skip_idle")
+        return Parallel(**sizes, **{name: getattr(self, name) for name in names})
 
     def run_config(self, seq_len: int = 32, micro_batch_size: int = 2) -> RunConfig:
         parallel = self.parallel()
@@ -84,6 +89,14 @@ class Case:
     def layers(self) -> int:
         stages = self.pp * self.virtual_stages
         return stages if stages >= 8 else 2 * stages
+
+
+EXTRAS = [  # what the array does not vary
+    Case("llama", "dp2-pp2-tp2", "interleaved", 2, "selective", "equal", 1, sequence_parallel=False),
+    Case("gpt", "tp8", "1f1b", 1, "full", "equal", 1, sequence_parallel=False),
+    Case("llama", "dp3-pp2", "interleaved", 2, "full", "not a multiple", 1, skip_idle=True),
+    Case("llama", "pp4-tp2", "1f1b", 1, "none", "equal", 1, tied=True),
+]
 
 
 def pairs(case: Case) -> Iterator[tuple]:

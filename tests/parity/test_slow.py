@@ -35,7 +35,7 @@ import sys
 import conftest, jax, cases, test_training
 case = next(c for c in cases.covering_array() if str(c) == sys.argv[1])
 program = test_training.build(case)
-weights = test_training.initial_weights(case.family, case.layers)
+weights = test_training.initial_weights(case.family, case.layers, case.tied)
 losses = []
 with jax.set_mesh(program.mesh):
     state = jax.jit(program.place, out_shardings=program.state_shardings)(weights)

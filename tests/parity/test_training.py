@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import reference
-from cases import Case, all_cases, covering_array, pairs
+from cases import EXTRAS, Case, all_cases, covering_array, pairs
 
 from parallax.mesh import make_mesh
 from parallax.model import Model
@@ -22,24 +22,26 @@ CASES = covering_array()
 NEWEST = {"dp3-pp2", "dp2-pp2-tp2", "tp8"}  # layouts of the cases that `make test-newest` runs
 
 
-def model_of(family: str, layers: int, remat: str) -> Model:
+def model_of(family: str, layers: int, remat: str, tied: bool) -> Model:
     """Small, with widths that 3 replicas do not divide and fewer key/value heads than tp = 8"""
     sizes: dict[str, Any] = {"vocab_size": 256, "width": 64, "layers": layers, "heads": 8, "ff": 96}
     if family == "llama":
-        config = llama.Config(**sizes, kv_heads=4, rope_theta=10_000.0)
+        config = llama.Config(**sizes, kv_heads=4, rope_theta=10_000.0, tied=tied)
         return Model(llama, config, config.shape(), remat)
     config = gpt.Config(**sizes, max_positions=48)
     return Model(gpt, config, config.shape(), remat)
 
 
 def build(case: Case) -> Program:
-    return Program(case.run_config(), model_of(case.family, case.layers, case.remat), make_mesh(case.parallel()))
+    return Program(
+        case.run_config(), model_of(case.family, case.layers, case.remat, case.tied), make_mesh(case.parallel())
+    )
 
 
 @cache
-def initial_weights(family: str, layers: int):
+def initial_weights(family: str, layers: int, tied: bool = False):
     """On the host, so that no program can donate them"""
-    weights = jax.jit(model_of(family, layers, "full").init)(jax.random.key(0))
+    weights = jax.jit(model_of(family, layers, "full", tied).init)(jax.random.key(0))
     return jax.tree.map(np.asarray, weights)
 
 
@@ -67,12 +69,12 @@ def worst(got, wanted, skip=()) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.newest] if c.layout in NEWEST else []) for c in CASES], ids=str
+    "case", [pytest.param(c, marks=[pytest.mark.newest] if c.layout in NEWEST else []) for c in CASES + EXTRAS], ids=str
 )
 def test_parity(case: Case):
     program = build(case)
     data = batches(program)
-    start = initial_weights(case.family, case.layers)
+    start = initial_weights(case.family, case.layers, case.tied)
 
     def step(state, batch):
         loss, gradients = program.gradients(state.weights, batch)
