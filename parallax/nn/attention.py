@@ -2,7 +2,7 @@
 
 The backward is written by hand from the saved output and log-sum-exp (Dao et al. 2022, arXiv 2205.14135, algorithm 4):
 memory is linear in the sequence, and `train.remat = none` keeps two small arrays and not the scores.
-Shapes inside one tp rank: q [B, S, H, C]; k, v [B, T, K, C]; H = K · G, and query head h reads key/value head h // G.
+Query head h reads key/value head h // G, with H = K · G. The core works on q [B, K, G, S, C] and k, v [B, K, T, C].
 """
 
 from __future__ import annotations
@@ -44,30 +44,34 @@ def attention(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, positions
     return tensor_map(local, (heads, kv, kv, P()), heads)(q_BSHC, k_BSKC, v_BSKC, positions_S)
 
 
+def _causal(q_BSHC, k_BSKC, v_BSKC, positions_S):
+    B, S, H, C = q_BSHC.shape
+    K = k_BSKC.shape[2]
+    q_BKGSC = q_BSHC.reshape(B, S, K, H // K, C).transpose(0, 2, 3, 1, 4)
+    k_BKTC, v_BKTC = k_BSKC.transpose(0, 2, 1, 3), v_BSKC.transpose(0, 2, 1, 3)
+    out_BKGSC = _core(q_BKGSC, k_BKTC, v_BKTC, positions_S)
+    return out_BKGSC.transpose(0, 3, 1, 2, 4).reshape(B, S, H, C)
+
+
 @jax.custom_vjp
-def _causal(q, k, v, positions):
+def _core(q, k, v, positions):
     return _forward(q, k, v, positions)[0]
 
 
-def _causal_forward(q, k, v, positions):
+def _core_forward(q, k, v, positions):
     out, lse = _forward(q, k, v, positions)
     out, lse = keep(out, ATTENTION), keep(lse, ATTENTION)
     return out, (q, k, v, positions, out, lse)
 
 
-def _causal_backward(kept, dout):
+def _core_backward(kept, dout):
     q, k, v, positions, out, lse = kept
     return *_backward(q, k, v, positions, out, lse, dout), None
 
 
-_causal.defvjp(_causal_forward, _causal_backward)
+_core.defvjp(_core_forward, _core_backward)
 
 _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-
-def _grouped(x, kv_heads: int):
-    """[B, S, H, C] → [B, S, K, G, C]"""
-    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
 
 
 def _blocks(x, axis: int):
@@ -78,49 +82,43 @@ def _blocks(x, axis: int):
 
 def _scores(q, k, q_positions, k_positions):
     """float32 [B, K, G, S, T], masked"""
-    s = _einsum("bskgc,btkc->bkgst", q, k) / math.sqrt(q.shape[-1])
+    s = _einsum("bkgsc,bktc->bkgst", q, k) / math.sqrt(q.shape[-1])
     return jnp.where(q_positions[:, None] >= k_positions, s, _MASKED)
 
 
 def _forward(q, k, v, positions):
-    """→ out [B, S, H, C] and the log-sum-exp of the scores, float32 [B, K, G, S]"""
-    q_ = _grouped(q, k.shape[2])
-    B, S, K, G, C = q_.shape
+    """→ out [B, K, G, S, C] and the log-sum-exp of the scores, float32 [B, K, G, S]"""
 
     def block(carry, kvp):
         total, top, out = carry
         k, v, k_positions = kvp
-        s = _scores(q_, k, positions, k_positions)
+        s = _scores(q, k, positions, k_positions)
         new_top = jnp.maximum(top, s.max(-1))
         p, shrink = jnp.exp(s - new_top[..., None]), jnp.exp(top - new_top)
-        out = out * shrink[..., None] + _einsum("bkgst,btkc->bkgsc", p.astype(v.dtype), v)
+        out = out * shrink[..., None] + _einsum("bkgst,bktc->bkgsc", p.astype(v.dtype), v)
         return (total * shrink + p.sum(-1), new_top, out), None
 
-    zeros = jnp.zeros((B, K, G, S), jnp.float32)
-    start = (zeros, zeros + _MASKED, jnp.zeros((B, K, G, S, C), jnp.float32))
-    (total, top, out), _ = lax.scan(block, start, (_blocks(k, 1), _blocks(v, 1), _blocks(positions, 0)))
-    out = jnp.moveaxis(out / total[..., None], 3, 1).reshape(q.shape).astype(q.dtype)
-    return out, top + jnp.log(total)
+    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
+    start = (zeros, zeros + _MASKED, jnp.zeros(q.shape, jnp.float32))
+    (total, top, out), _ = lax.scan(block, start, (_blocks(k, 2), _blocks(v, 2), _blocks(positions, 0)))
+    return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
 
 def _backward(q, k, v, positions, out, lse, dout):
     """Gradients of q, k and v; probabilities are computed again from the scores and their log-sum-exp."""
-    K = k.shape[2]
-    q_, dout_ = _grouped(q, K), _grouped(dout, K)
-    delta = jnp.einsum("bskgc,bskgc->bkgs", dout_.astype(jnp.float32), _grouped(out, K).astype(jnp.float32))
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
     scale = 1 / math.sqrt(q.shape[-1])
 
     def block(dq, kvp):
         k, v, k_positions = kvp
-        p = jnp.exp(_scores(q_, k, positions, k_positions) - lse[..., None])
-        dv = _einsum("bkgst,bskgc->btkc", p.astype(dout.dtype), dout_)
-        dp = _einsum("bskgc,btkc->bkgst", dout_, v)
+        p = jnp.exp(_scores(q, k, positions, k_positions) - lse[..., None])
+        dv = _einsum("bkgst,bkgsc->bktc", p.astype(dout.dtype), dout)
+        dp = _einsum("bkgsc,bktc->bkgst", dout, v)
         ds = (p * (dp - delta[..., None]) * scale).astype(q.dtype)
-        dk = _einsum("bkgst,bskgc->btkc", ds, q_)
-        return dq + _einsum("bkgst,btkc->bskgc", ds, k), (dk.astype(k.dtype), dv.astype(v.dtype))
+        dk = _einsum("bkgst,bkgsc->bktc", ds, q)
+        return dq + _einsum("bkgst,bktc->bkgsc", ds, k), (dk.astype(k.dtype), dv.astype(v.dtype))
 
-    dq, (dk, dv) = lax.scan(
-        block, jnp.zeros(q_.shape, jnp.float32), (_blocks(k, 1), _blocks(v, 1), _blocks(positions, 0))
-    )
-    joined = lambda x: jnp.moveaxis(x, 0, 1).reshape(k.shape)
-    return dq.reshape(q.shape).astype(q.dtype), joined(dk), joined(dv)
+    start = jnp.zeros(q.shape, jnp.float32)
+    dq, (dk, dv) = lax.scan(block, start, (_blocks(k, 2), _blocks(v, 2), _blocks(positions, 0)))
+    joined = lambda x: jnp.moveaxis(x, 0, 2).reshape(k.shape)
+    return dq.astype(q.dtype), joined(dk), joined(dv)
