@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -10,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from parallax.config import ConfigError
 from parallax.nn.weights import ATTENTION, PRODUCT
 from parallax.shape import ModelShape
+from parallax.sharding import LOGICAL
 
 REMAT = {  # what the forward keeps for the backward, besides a layer's input
     "none": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION),
@@ -36,7 +39,10 @@ class Weight:
 @dataclass(frozen=True, eq=False)
 class Model:
     """`weights` is a tree {"blocks": one layer's, "embed", "head"} of `Weight`. The functions take trees of arrays of
-    the same structure, a single layer's for `block`, in whatever dtype the products are to run."""
+    the same structure, a single layer's for `block`, in whatever dtype the products are to run.
+
+    Raises ConfigError naming each weight whose axes are missing or unknown, and each count of parameters in which
+    `shape` and the modules differ."""
 
     module: ModuleType
     config: Any
@@ -46,14 +52,40 @@ class Model:
     _graphs: dict = field(init=False)
 
     def __post_init__(self):
-        graphs, weights = {}, {}
+        graphs, weights, problems = {}, {}, []
         for part, cls in self._parts().items():
             graphs[part], state = nnx.split(nnx.eval_shape(lambda cls=cls: cls(self.config, rngs=nnx.Rngs(0))))
-            variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-            described = [Weight(v.get_value().shape, v.get_metadata()["out_sharding"]) for v in variables]
+            described = []
+            for path, variable in nnx.to_flat_state(state):
+                axes = variable.get_metadata().get("axes", ())
+                described.append(Weight(variable.get_value().shape, axes))
+                if not axes or not set(axes) <= LOGICAL.keys():
+                    where = f"{cls.__name__}.{'.'.join(map(str, path))}"
+                    named = f"names the axes {axes}" if axes else "names no axes"
+                    problems.append(f"model: weight {where} {named}; use parallax.nn.weight with {', '.join(LOGICAL)}")
             weights[part] = jax.tree.unflatten(jax.tree.structure(nnx.to_pure_dict(state)), described)
+        problems += self._miscounted(weights)
+        if problems:
+            raise ConfigError(problems)
         object.__setattr__(self, "_graphs", graphs)
         object.__setattr__(self, "weights", weights)
+
+    def _miscounted(self, weights: dict) -> list[str]:
+        """What `Config.shape()` says of parameter counts against what the modules hold."""
+        said = {
+            "Block": self.shape.layers[0].parameters,
+            "Embed": self.shape.embed_parameters,
+            "Head": self.shape.head_parameters,
+        }
+        held = {
+            name: sum(math.prod(w.shape) for w in jax.tree.leaves(weights[part]))
+            for name, part in (("Block", "blocks"), ("Embed", "embed"), ("Head", "head"))
+        }
+        return [
+            f"model: Config.shape() counts {said[name]} parameters in {name}, which holds {held[name]}"
+            for name in said
+            if said[name] != held[name]
+        ]
 
     def _parts(self) -> dict[str, type]:
         return {"blocks": self.module.Block, "embed": self.module.Embed, "head": self.module.Head}

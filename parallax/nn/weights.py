@@ -15,7 +15,7 @@ def weight(value: jax.Array, axes: tuple[str, ...]) -> nnx.Param:
     """A weight whose dimensions carry logical names (see parallax.sharding.LOGICAL); no mesh needed to make one."""
     if len(axes) != value.ndim:
         raise ValueError(f"axes = {axes} must name each of the {value.ndim} dimensions of a weight {value.shape}")
-    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+    return nnx.Param(value, axes=axes)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> jax.Array:
