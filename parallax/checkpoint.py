@@ -47,6 +47,18 @@ def check_identity(resolved: Resolved, saved: dict[str, Any], where: Path) -> No
         raise ConfigError(lines)
 
 
+def check_weights(now: dict[str, list[int]], saved: dict[str, list[int]], where: Path) -> None:
+    """Raises ConfigError with a line for each weight that the model file and the checkpoint do not share."""
+    lines = [
+        f"model: {name} has shape {now.get(name, 'none')}, and {saved.get(name, 'none')} in the checkpoint {where}; "
+        "use the model file that it was trained with, or another log.dir"
+        for name in sorted(now.keys() | saved.keys())
+        if now.get(name) != saved.get(name)
+    ]
+    if lines:
+        raise ConfigError(lines)
+
+
 # Files
 
 

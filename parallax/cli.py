@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="parallax", description="Train large language models in JAX, every dimension of parallelism composed."
+        prog="parallax",
+        description="Train large language models in JAX: data, pipeline and tensor parallelism in one program.",
     )
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     train = verbs.add_parser(
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("run_file", metavar="RUN.toml", help="the run file (docs/config.md)")
-    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys to change: parallel.tp=4")
+    train.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="keys to change: parallel.tp=4")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in log.dir")
     train.add_argument("--json", action="store_true", help="print one JSON object, the result, and nothing else")
     train.set_defaults(run=_train)

@@ -59,7 +59,9 @@ class Parallel:
     schedule: Literal["1f1b", "interleaved", "gpipe"] = key("1f1b", "order of the pipeline's work")
     sequence_parallel: bool = key(True, "split activations between layers over tp, along the sequence")
     zero: Literal[0, 1] = key(1, "1: optimizer states sharded over dp, ep and cp; 0: replicated")
-    context: Literal["ring", "all_gather"] = key("ring", "how attention sees the other cp ranks' keys and values")
+    context: Literal["ring", "all_gather"] = key(
+        "ring", "how attention sees the other cp ranks' keys and values; not built yet"
+    )
     skip_idle: bool = key(False, "branch around idle pipeline phases instead of masking them")
 
 
@@ -75,7 +77,7 @@ class Train:
     seq_len: int = key(MISSING, "tokens in a sequence", at_least=1)
     global_batch_size: int = key(MISSING, "sequences in a step, over all devices", at_least=1)
     micro_batch_size: int = key(1, "sequences in a microbatch, on each dp and ep rank", at_least=1)
-    remat: Literal["none", "selective", "full"] = key("full", "what the backward pass recomputes")
+    remat: Literal["none", "selective", "full"] = key("full", "what the backward pass recomputes (docs/pipeline.md)")
     precision: Literal["bfloat16", "float32"] = key("bfloat16", "of weights and activations; accumulation is float32")
     seed: int = key(0, "of initialisation and data order", at_least=0)
     eval_every: int = key(0, "steps between evaluations; 0: only at the end", at_least=0)

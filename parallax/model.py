@@ -91,6 +91,12 @@ class Model:
         return {"blocks": self.module.Block, "embed": self.module.Embed, "head": self.module.Head}
 
     @property
+    def weight_shapes(self) -> dict[str, list[int]]:
+        """`blocks.gate.kernel: [128, 384]` and so on, one layer's of the blocks."""
+        named = jax.tree_util.tree_leaves_with_path(self.weights)
+        return {".".join(str(key.key) for key in path): list(weight.shape) for path, weight in named}
+
+    @property
     def layers(self) -> int:
         return len(self.shape.layers)
 

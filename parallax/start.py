@@ -8,15 +8,16 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from parallax.checkpoint import Checkpoints, check_identity
+from parallax.checkpoint import Checkpoints, check_identity, check_weights
 from parallax.config import ConfigError, show
 from parallax.data import Data, open_data
 from parallax.mesh import make_mesh
 from parallax.metrics import say
 from parallax.model import Model
 from parallax.program import Program
-from parallax.sharding import AXES
 from parallax.validate import Resolved, check_devices
+
+ORDER = ("dp", "pp", "ep", "cp", "tp")  # as layouts are spoken of
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class Start:
         config, shape, machine = self.resolved.config, self.resolved.shape, self.resolved.machine
         parallel, train = config.parallel, config.train
         layout = [
-            "·".join(f"{axis}{size}" for axis in AXES if (size := getattr(parallel, axis)) > 1),
+            "·".join(f"{axis}{size}" for axis in ORDER if (size := getattr(parallel, axis)) > 1),
             parallel.schedule if parallel.pp > 1 else "",
             f"{parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else "",
             "sequence parallel" if parallel.sequence_parallel and parallel.tp > 1 else "",
@@ -61,13 +62,13 @@ def prepare(resolved: Resolved, resume: bool) -> Start:
     """Compiles nothing and changes nothing. Raises ConfigError where the run cannot start (see `train`)."""
     config = resolved.config
     checkpoints = Checkpoints(Path(config.log.dir) / "checkpoints", config.checkpoint.keep)
-    first = _first_step(resolved, checkpoints, resume)
-    data = _open(resolved)
     model = Model(resolved.model_module, resolved.model_config, resolved.shape, config.train.remat)
+    first = _first_step(resolved, model, checkpoints, resume)
+    data = _open(resolved)
     return Start(resolved, Program(config, model, _mesh(resolved)), data, checkpoints, first, resume)
 
 
-def _first_step(resolved: Resolved, checkpoints: Checkpoints, resume: bool) -> int:
+def _first_step(resolved: Resolved, model: Model, checkpoints: Checkpoints, resume: bool) -> int:
     """The number of steps that are behind us already."""
     config, folder = resolved.config, Path(resolved.config.log.dir)
     where = f"log.dir = {show(config.log.dir)}"
@@ -85,6 +86,7 @@ def _first_step(resolved: Resolved, checkpoints: Checkpoints, resume: bool) -> i
     step, path = steps[-1], checkpoints.path(steps[-1])
     facts = checkpoints.facts(step)
     check_identity(resolved, facts["identity"], path)
+    check_weights(model.weight_shapes, facts["weights"], path)
     if config.train.steps < step:
         raise ConfigError([f"train.steps = {config.train.steps} is less than the {step} of {path}; use {step} or more"])
     if config.train.steps != facts["train_steps"] and config.optimizer.schedule != "constant":

@@ -112,14 +112,13 @@ class _Run:
         self.stop = _StopRequest()
 
     def go(self) -> Result:
-        config, folder = self.config, Path(self.config.log.dir)
-        steps = config.train.steps
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
-        self.metrics = MetricsFile(folder / "metrics.jsonl", self.first)
+        steps = self.config.train.steps
         self.progress = ProgressLine(self.first, steps)
         with self.stop.listening(), self.progress:
             self.state = self._first_state()
+            if self.step < steps:
+                self.train_step = self._compile(next(iter(self.data.held_out.batches(1))))
+            self._open_log()  # not before: a model that does not compile leaves no folder behind
             if self.resume:
                 self.resumed_valid_loss = self.valid_loss = self._evaluate()
                 self.progress.say(f"resumed at step {self.first}: held-out loss {self.valid_loss:.4f}")
@@ -129,6 +128,12 @@ class _Run:
         self.metrics.close()
         status = "failed" if failed else "done" if self.step == steps else "stopped"
         return self._result(status)
+
+    def _open_log(self) -> None:
+        folder = Path(self.config.log.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.toml").write_text(to_toml(self.config), encoding="utf-8")
+        self.metrics = MetricsFile(folder / "metrics.jsonl", self.first)
 
     def _first_state(self) -> TrainState:
         if self.resume:
@@ -143,11 +148,10 @@ class _Run:
         """Trains up to `steps` or a signal. False: too many steps had gradients that are not finite."""
         config = self.config
         batches = self.data.train.iterate(self.first)
-        train_step = self._compile(next(iter(self.data.held_out.batches(1))))
         self.clock.restart()
         while self.step < steps and self.stop.signal is None:
             with jax.set_mesh(self.program.mesh):
-                self.state, metrics = train_step(self.state, self.program.batch(*next(batches)))
+                self.state, metrics = self.train_step(self.state, self.program.batch(*next(batches)))
             self.step += 1
             self.in_flight.append((self.step, metrics))
             evaluates = self.step == steps or _every(config.train.eval_every, self.step)
@@ -220,6 +224,7 @@ class _Run:
             "samples": self.step * self.config.train.global_batch_size,
             "train_steps": self.config.train.steps,
             "identity": identity(self.resolved),
+            "weights": self.program.model.weight_shapes,
         }
         self.checkpoints.save(self.step, self.canonical.from_state(self.state), facts)
         self.saved = self.step

@@ -49,8 +49,10 @@ def run(args: argparse.Namespace) -> int:
     facts = measure(table)
     if args.json:
         print(json.dumps(facts))
-    else:
-        _print(table, facts)
+        return 0
+    _print(table, facts)
+    for path in filter(None, (args.svg, args.csv)):
+        print(f"wrote {path}")
     return 0
 
 
@@ -84,16 +86,18 @@ def _print(table: TickTable, facts: dict[str, Any]) -> None:
     console = Console(highlight=False)
     rows = Table.grid(padding=(0, 2))
     for name, text in (
-        ("schedule", "{kind}, p = {pp} ranks, v = {virtual_stages} chunks a rank, m = {microbatches} microbatches"),
+        ("schedule", "{kind}: {pp} ranks, {virtual_stages} chunks a rank, {microbatches} microbatches"),
         ("ticks", "{ticks}: {forward_ticks} with forwards, {backward_ticks} with backwards"),
         ("bubble", "{bubble:.2%} simulated, {bubble_formula:.2%} by formula, {free_running_bubble:.2%} free running"),
     ):
         rows.add_row(f"[bold]{name}", text.format_map(facts))
     rows.add_row("[bold]peak in flight", " ".join(map(str, facts["peak_in_flight"])) + " chunks, by rank")
     rows.add_row("[bold]buffer slots", ", ".join(f"{name} {slots}" for name, slots in facts["buffers"].items()))
-    console.print(rows)
-    console.print()
-    timeline = Text(timeline_text(table, console.width), no_wrap=True)
+    with console.capture() as captured:
+        console.print(rows)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), end="\n\n")
+    width = console.width if console.is_terminal else None  # whole where it goes to a file or a pipe
+    timeline = Text(timeline_text(table, width), no_wrap=True)
     timeline.highlight_regex(r"(?m)^rank +\d+ F.*$", "blue")
     timeline.highlight_regex(r"(?m)^ +B .*$", "dark_orange")
     console.print(timeline, end="", soft_wrap=True)
