@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,22 +82,39 @@ class Checkpoints:
         return self.folder / str(step)
 
     def facts(self, step: int) -> dict[str, Any]:
-        with self._manager() as manager:
-            return manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
+        """What was saved beside the state. Raises ConfigError where it cannot be read."""
+        facts = self._read(step, ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
+        if missing := {"identity", "train_steps", "weights"} - facts.keys():
+            raise self._unreadable(step, f"its facts lack {', '.join(sorted(missing))}")
+        return facts
 
     def save(self, step: int, state: Tree, facts: dict[str, Any]) -> Path:
         """Writes a canonical state; returns when it is complete, and older ones than the newest `keep` are gone."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.path(step).exists() and step not in self.steps():  # half of one, which orbax would not write over
+            self.path(step).rename(self.path(step).with_suffix(f".broken-{time.time_ns()}"))
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
         with self._manager() as manager:
             manager.save(step, args=items, force=True)
         return self.path(step)
 
     def restore(self, step: int, target: Tree) -> Tree:
-        """The canonical state, with the shapes and shardings of `target` (see `Canonical`)."""
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(target))
-        with self._manager() as manager:
-            return manager.restore(step, args=items)["state"]
+        """The canonical state, with the shapes and shardings of `target` (see `Canonical`).
+
+        Raises ConfigError where it cannot be read."""
+        return self._read(step, ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
+
+    def _read(self, step: int, items: ocp.args.Composite) -> Any:
+        try:
+            with self._manager() as manager:
+                return manager.restore(step, args=items)
+        except Exception as error:  # orbax and tensorstore raise what they like for a damaged file
+            raise self._unreadable(step, str(error).strip().splitlines()[0]) from error
+
+    def _unreadable(self, step: int, why: str) -> ConfigError:
+        older = [s for s in self.steps() if s < step]
+        rest = f"move it away to resume from {self.path(older[-1])}" if older else "there is none before it"
+        return ConfigError([f"checkpoint {self.path(step)} cannot be read: {why}; {rest}"])
 
     def _manager(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, create=False, enable_async_checkpointing=False)

@@ -72,14 +72,15 @@ class MetricsFile:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
 
 
 def _step_of(line: str) -> int | None:
     try:
-        return json.loads(line)["step"] if line.endswith("\n") else None
-    except ValueError:
+        step = json.loads(line)["step"] if line.endswith("\n") else None
+    except (ValueError, TypeError, KeyError):
         return None
+    return step if isinstance(step, int) else None
 
 
 class ProgressLine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,13 +78,16 @@ def _first_step(resolved: Resolved, model: Model, checkpoints: Checkpoints, resu
         if folder.exists() and not folder.is_dir():
             raise ConfigError([f"{where} is a file; use a folder that is empty or new"])
         if folder.is_dir() and any(folder.iterdir()):
-            raise ConfigError([f"{where} is not empty; use --resume to go on from its checkpoint, or another log.dir"])
+            way = (
+                "use --resume to go on from its checkpoint"
+                if checkpoints.steps()
+                else "it has no checkpoint; delete it"
+            )
+            raise ConfigError([f"{where} is not empty; {way}, or use another log.dir"])
         return 0
     steps = checkpoints.steps()
     if not steps:
-        raise ConfigError(
-            [f"{where} has no complete checkpoint to resume from; start without --resume, in an empty folder"]
-        )
+        raise ConfigError([f"{where} has no complete checkpoint to resume from; delete it and start without --resume"])
     step, path = steps[-1], checkpoints.path(steps[-1])
     facts = checkpoints.facts(step)
     check_identity(resolved, facts["identity"], path)
@@ -95,6 +100,18 @@ def _first_step(resolved: Resolved, model: Model, checkpoints: Checkpoints, resu
             f"follows the {config.optimizer.schedule} schedule to the new end"
         )
     return step
+
+
+def lock(folder: Path) -> int:
+    """Keeps other runs out of a folder until this process ends. Raises ConfigError where another one is in it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        message = f"log.dir = {show(str(folder))} is in use by another run; wait for it, or use another log.dir"
+        raise ConfigError([message]) from error
+    return descriptor
 
 
 def _open(resolved: Resolved) -> Data:

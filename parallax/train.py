@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from parallax.data import Batch
 from parallax.metrics import MetricsFile, ProgressLine, StepRecord, duration, model_flops_utilization, say
 from parallax.optimizer import TrainState
 from parallax.program import StepMetrics
-from parallax.start import Start, prepare
+from parallax.start import Start, lock, prepare
 from parallax.validate import Resolved
 
 STEPS_IN_FLIGHT = 2  # dispatched and not yet waited for; none on CPU, where queued collectives can lock each other up
@@ -116,22 +117,25 @@ class _Run:
         self.progress = ProgressLine(self.first, steps)
         with self.stop.listening(), self.progress:
             self.state = self._first_state()
-            if self.step < steps:
+            if self.step < steps and self.stop.signal is None:
                 self.train_step = self._compile(next(iter(self.data.held_out.batches(1))))
             self._open_log()  # not before: a model that does not compile leaves no folder behind
             if self.resume:
                 self.resumed_valid_loss = self.valid_loss = self._evaluate()
                 self.progress.say(f"resumed at step {self.first}: held-out loss {self.valid_loss:.4f}")
             failed = self.step < steps and not self._loop(steps)
+            failed = failed or (self.step == steps and not math.isfinite(self.valid_loss or math.nan))
             if not failed:
                 self._save()
         self.metrics.close()
+        os.close(self.lock)
         status = "failed" if failed else "done" if self.step == steps else "stopped"
         return self._result(status)
 
     def _open_log(self) -> None:
         folder = Path(self.config.log.dir)
         folder.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(folder)
         (folder / "run.toml").write_text(to_toml(self.config), encoding="utf-8")
         self.metrics = MetricsFile(folder / "metrics.jsonl", self.first)
 
@@ -264,11 +268,14 @@ class _Run:
     def last_words(self, result: Result) -> str:
         """The lines printed at the end; the last says what to do next."""
         steps = self.config.train.steps
+        newest = f"the newest checkpoint is {result.checkpoint or 'none'}; try a lower optimizer.learning_rate"
         if result.status == "failed":
+            if result.step == steps:
+                return f"error: step {steps}: the loss is not finite; stopped without saving\n{newest}"
             return (
                 f"error: step {result.step}: {self.skipped - self.skipped_before} steps had gradients that are not "
                 f"finite, more than train.max_skipped = {self.config.train.max_skipped}; stopped without saving\n"
-                f"the newest checkpoint is {result.checkpoint or 'none'}; try a lower optimizer.learning_rate"
+                f"{newest}"
             )
         speed = f", {result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else ""
         skipped = f", {result.skipped} skipped" if result.skipped else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,3 +153,31 @@ def test_a_signal_saves(tmp_path: Path):
     assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
     last = stderr.splitlines()[-1]
     assert f"checkpoints/{step}" in last and "--resume" in last
+
+
+def test_a_damaged_checkpoint_is_named_and_half_of_one_is_passed_over(folder: Path, first: dict, tmp_path: Path):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    newest = max((tmp_path / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    facts = newest / "facts" / "metadata"
+    facts.write_text(facts.read_text()[:10])
+    before = files(tmp_path)
+    refused = train(tmp_path, "--resume", "train.steps=20")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: checkpoint {newest} cannot be read: ")
+    assert "move it away to resume from" in refused.stderr and refused.stderr.count("\n") == 1
+    assert files(tmp_path) == before
+
+    shutil.rmtree(newest / "facts")  # as a crash would leave it: the one before is the newest whole one
+    (tmp_path / "run" / "metrics.jsonl").open("a").write('[]\n{"step": "x"}\n{"step": 3')
+    step = int(newest.name)
+    done = train(tmp_path, "--resume", f"train.steps={step}", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["resumed_step"] < step == json.loads(done.stdout)["step"]
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, step + 1))
+
+
+def test_a_loss_that_is_not_finite_is_a_failure(tmp_path: Path):
+    done = train(tmp_path, "train.steps=3", "optimizer.learning_rate=1e25", "optimizer.weight_decay=1e25")
+    assert done.returncode == 1
+    assert "error: step 3: the loss is not finite; stopped without saving" in done.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()
