@@ -107,6 +107,7 @@ class _Run:
         self.last: StepRecord | None = None
         self.valid_loss: float | None = None
         self.skipped = self.skipped_before = 0
+        self.finite = True  # the loss of the last step
         self.in_flight: deque[tuple[int, StepMetrics]] = deque()
         self.compile_time_s = 0.0
         self.clock = _Clock()
@@ -164,9 +165,11 @@ class _Run:
             self._settle(leave=0 if pauses or jax.default_backend() == "cpu" else STEPS_IN_FLIGHT, evaluates=evaluates)
             if self.skipped - self.skipped_before > config.train.max_skipped:
                 return False
-            if saves:
+            if saves and self.finite:
                 self._save()
                 self.clock.restart()
+            elif saves:
+                self.progress.say(f"warning: step {self.step}: the loss is not finite; no checkpoint of it is kept")
         self._settle(leave=0, evaluates=False)
         return True
 
@@ -185,6 +188,7 @@ class _Run:
             metrics = jax.device_get(metrics)
             self.clock.step()
             self.skipped += 0 if metrics.finite else 1
+            self.finite = math.isfinite(metrics.loss)
             valid_loss = None
             if evaluates and step == self.step:
                 valid_loss = self.valid_loss = self._evaluate()
