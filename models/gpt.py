@@ -38,6 +38,13 @@ class Config:
         return self.ff or 4 * self.width
 
     def shape(self) -> ModelShape:
+        """Raises ValueError where the sizes do not make a model."""
+        if self.norm_epsilon <= 0:
+            raise ValueError(f"norm_epsilon = {self.norm_epsilon} must be greater than 0")
+        if self.width % self.heads:
+            below = self.width // self.heads * self.heads
+            use = " or ".join(str(width) for width in (below, below + self.heads) if width)
+            raise ValueError(f"width = {self.width} is not a multiple of heads = {self.heads}; use model.width = {use}")
         D, F = self.width, self.F
         layer = LayerShape(
             heads=self.heads,

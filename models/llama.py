@@ -54,6 +54,17 @@ class Config:
         )
 
     def shape(self) -> ModelShape:
+        """Raises ValueError where the sizes do not make a model."""
+        for name in ("norm_epsilon", "rope_theta", "rope_factor"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be greater than 0")
+        if self.rope_factor != 1 and self.rope_low_frequency_factor >= self.rope_high_frequency_factor:
+            raise ValueError("rope_low_frequency_factor must be less than rope_high_frequency_factor")
+        if self.C % 2 or self.C == 0:
+            use = f"{self.C - 1} or {self.C + 1}" if self.C > 1 else "2"
+            raise ValueError(
+                f"head_size = {self.C} must be even, as rotary positions need; use model.head_size = {use}"
+            )
         attention = self.width * self.C * (2 * self.heads + 2 * self.kv_heads)
         layer = LayerShape(
             heads=self.heads,

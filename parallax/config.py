@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import operator
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
@@ -25,7 +25,11 @@ BOUNDS = {
     "above": ("greater than", operator.gt),
     "at_most": ("at most", operator.le),
     "below": ("less than", operator.lt),
+    "fits": ("at most", operator.le),  # what the number type of the program holds: said only where it is broken
 }
+INT_MAX, SEED_MAX, FLOAT_MAX = 2**31 - 1, 2**32 - 1, 1e30
+SIZE: dict[str, float] = {"at_least": 1, "fits": INT_MAX}
+COUNT: dict[str, float] = {"at_least": 0, "fits": INT_MAX}
 
 
 class ConfigError(ValueError):
@@ -37,7 +41,7 @@ class ConfigError(ValueError):
 
 
 def key(default: Any, doc: str, **bounds: float) -> Any:
-    """A field with its one-line doc. `MISSING` as default: required. `bounds`: at_least, above, at_most, below."""
+    """A field with its one-line doc. `MISSING` as default: required. `bounds`: the rules of BOUNDS."""
     return field(default=default, metadata={"doc": doc, "bounds": bounds})
 
 
@@ -50,12 +54,12 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    dp: int = key(1, "data parallel: copies of the model, each with its share of the batch", at_least=1)
-    pp: int = key(1, "pipeline parallel: ranks that the layers are spread over", at_least=1)
-    ep: int = key(1, "expert parallel; not built yet", at_least=1)
-    cp: int = key(1, "context parallel; not built yet", at_least=1)
-    tp: int = key(1, "tensor parallel: devices that share each layer", at_least=1)
-    virtual_stages: int = key(1, "chunks of layers on each pipeline rank (v)", at_least=1)
+    dp: int = key(1, "data parallel: copies of the model, each with its share of the batch", **SIZE)
+    pp: int = key(1, "pipeline parallel: ranks that the layers are spread over", **SIZE)
+    ep: int = key(1, "expert parallel; not built yet", **SIZE)
+    cp: int = key(1, "context parallel; not built yet", **SIZE)
+    tp: int = key(1, "tensor parallel: devices that share each layer", **SIZE)
+    virtual_stages: int = key(1, "chunks of layers on each pipeline rank (v)", **SIZE)
     schedule: Literal["1f1b", "interleaved", "gpipe"] = key("1f1b", "order of the pipeline's work")
     sequence_parallel: bool = key(True, "split activations between layers over tp, along the sequence")
     zero: Literal[0, 1] = key(1, "1: optimizer states sharded over dp, ep and cp; 0: replicated")
@@ -73,29 +77,29 @@ class MeshChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    steps: int = key(MISSING, "optimizer steps", at_least=1)
-    seq_len: int = key(MISSING, "tokens in a sequence", at_least=1)
-    global_batch_size: int = key(MISSING, "sequences in a step, over all devices", at_least=1)
-    micro_batch_size: int = key(1, "sequences in a microbatch, on each dp and ep rank", at_least=1)
+    steps: int = key(MISSING, "optimizer steps", **SIZE)
+    seq_len: int = key(MISSING, "tokens in a sequence", **SIZE)
+    global_batch_size: int = key(MISSING, "sequences in a step, over all devices", **SIZE)
+    micro_batch_size: int = key(1, "sequences in a microbatch, on each dp and ep rank", **SIZE)
     remat: Literal["none", "selective", "full"] = key("full", "what the backward pass recomputes (docs/pipeline.md)")
     precision: Literal["bfloat16", "float32"] = key("bfloat16", "of weights and activations; accumulation is float32")
-    seed: int = key(0, "of initialisation and data order", at_least=0)
-    eval_every: int = key(0, "steps between evaluations; 0: only at the end", at_least=0)
-    eval_batches: int = key(8, "global batches in an evaluation", at_least=1)
-    max_skipped: int = key(100, "stop the run after this many steps with gradients that are not finite", at_least=0)
+    seed: int = key(0, "of initialisation and data order", at_least=0, fits=SEED_MAX)
+    eval_every: int = key(0, "steps between evaluations; 0: only at the end", **COUNT)
+    eval_batches: int = key(8, "global batches in an evaluation", **SIZE)
+    max_skipped: int = key(100, "stop the run after this many steps with gradients that are not finite", **COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    learning_rate: float = key(3e-4, "peak, reached after warm-up", above=0)
+    learning_rate: float = key(3e-4, "peak, reached after warm-up", above=0, fits=FLOAT_MAX)
     min_learning_rate_ratio: float = key(0.1, "last learning rate over the peak", at_least=0, at_most=1)
-    warmup_steps: int = key(0, "steps of linear warm-up", at_least=0)
+    warmup_steps: int = key(0, "steps of linear warm-up", **COUNT)
     schedule: Literal["cosine", "linear", "constant"] = key("cosine", "shape of the decay after warm-up")
-    weight_decay: float = key(0.1, "AdamW's, off norms and biases", at_least=0)
-    beta1: float = key(0.9, "decay of Adam's first moment", at_least=0, below=1)
-    beta2: float = key(0.95, "decay of Adam's second moment", at_least=0, below=1)
-    epsilon: float = key(1e-8, "added to the root of Adam's second moment", above=0)
-    clip_norm: float = key(1.0, "global gradient norm is clipped to this; 0: no clipping", at_least=0)
+    weight_decay: float = key(0.1, "AdamW's, off norms and biases", at_least=0, fits=FLOAT_MAX)
+    beta1: float = key(0.9, "decay of Adam's first moment", at_least=0, below=1, fits=0.999999)
+    beta2: float = key(0.95, "decay of Adam's second moment", at_least=0, below=1, fits=0.999999)
+    epsilon: float = key(1e-8, "added to the root of Adam's second moment", at_least=1e-30, fits=FLOAT_MAX)
+    clip_norm: float = key(1.0, "global gradient norm is clipped to this; 0: no clipping", at_least=0, fits=FLOAT_MAX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +111,14 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    every: int = key(0, "steps between checkpoints; 0: only at the end and on Ctrl-C", at_least=0)
-    keep: int = key(2, "newest checkpoints kept", at_least=1)
+    every: int = key(0, "steps between checkpoints; 0: only at the end and on Ctrl-C", **COUNT)
+    keep: int = key(2, "newest checkpoints kept", **SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
     dir: str = key(MISSING, "folder of the run: run.toml as resolved, metrics.jsonl, checkpoints/")
-    every: int = key(1, "steps between lines of metrics", at_least=1)
+    every: int = key(1, "steps between lines of metrics", **SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +165,15 @@ def show(value: Any) -> str:
     if isinstance(value, dict):
         items = (f"{k if re.fullmatch('[A-Za-z0-9_-]+', k) else show(k)} = {show(v)}" for k, v in value.items())
         return f"{{{', '.join(items)}}}"
+    if isinstance(value, int) and value.bit_length() > 10_000:
+        return hex(value)  # Python writes no decimals of such a length
     return str(value)
+
+
+def brief(value: Any) -> str:
+    """A value in a message: as TOML writes it, its middle left out where it is long."""
+    text = show(value)
+    return text if len(text) <= 200 else f"{text[:60]}...{text[-20:]}"
 
 
 def either(words: Iterable[str]) -> str:
@@ -182,7 +194,7 @@ def matches(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in args)
     if origin in (Union, UnionType):
@@ -204,21 +216,37 @@ def kind(hint: Any, bounds: Mapping[str, float] = MappingProxyType({})) -> str:
 
 
 def _limits(bounds: Mapping[str, float]) -> str:
-    return " and ".join(f"{BOUNDS[rule][0]} {bound}" for rule, bound in bounds.items())
+    return " and ".join(f"{BOUNDS[rule][0]} {bound}" for rule, bound in bounds.items() if rule != "fits")
 
 
 def value_problem(name: str, value: Any, hint: Any, default: Any, bounds: Mapping[str, float]) -> str | None:
     """What is wrong with one key's value: its type, its choice or its bounds."""
     if not matches(value, hint):
         if get_origin(hint) is Literal:
-            return f"{name} = {show(value)} is not a choice of this release; use {kind(hint)}"
-        example = _as_type(value, hint, default)
-        return f"{name} = {show(value)} must be {kind(hint)}{'' if example is MISSING else f'; use {show(example)}'}"
+            return f"{name} = {brief(value)} is not a choice of this release; use {kind(hint)}"
+        near = _as_type(value, hint, default)
+        example = _within(near, bounds) if matches(near, hint) else default
+        if any(not BOUNDS[rule][1](example, bound) for rule, bound in bounds.items() if example is not MISSING):
+            example = default
+        use = "" if example is MISSING else f"; use {show(example)}"
+        return f"{name} = {brief(value)} must be {kind(hint, bounds if example != near else {})}{use}"
     broken = [rule for rule, bound in bounds.items() if not BOUNDS[rule][1](value, bound)]
     if not broken:
         return None
-    nearest = {"at_least": "{} or more", "at_most": "{} or less"}.get(broken[0], f"for example {show(default)}")
-    return f"{name} = {show(value)} must be {_limits(bounds)}; use {nearest.format(bounds[broken[0]])}"
+    bound = bounds[broken[0]]
+    nearest = {
+        "at_least": f"{bound} or more",
+        "above": f"for example {show(default)}",
+        "below": f"for example {show(default)}",
+    }
+    rule = f"at most {bound}" if broken == ["fits"] else _limits(bounds)
+    return f"{name} = {brief(value)} must be {rule}; use {nearest.get(broken[0], f'{bound} or less')}"
+
+
+def _within(value: Any, bounds: Mapping[str, float]) -> Any:
+    """The number nearest to `value` that keeps to the bounds that can be met exactly."""
+    value = max(value, bounds["at_least"]) if "at_least" in bounds else value
+    return min([value, *(bounds[rule] for rule in ("at_most", "fits") if rule in bounds)])
 
 
 def _as_type(value: Any, hint: Any, default: Any) -> Any:
@@ -238,10 +266,14 @@ def _as_type(value: Any, hint: Any, default: Any) -> Any:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Raises ConfigError where there is no such file, or no TOML in it."""
+    if "\0" in str(path):
+        raise ConfigError([f"{show(str(path))} holds a NUL character; give the path of a TOML file"])
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}; give the path of a TOML file"]) from None
+    except RecursionError:
+        raise ConfigError([f"{path}: not TOML: nested too deeply"]) from None
     except ValueError as error:  # TOMLDecodeError names line and column; UnicodeDecodeError the byte
         raise ConfigError([f"{path}: not TOML: {error}"]) from None
 
@@ -253,7 +285,7 @@ def build(cls: type[T], table: dict[str, Any], prefix: str = "") -> tuple[T, dic
     problems, values = {}, {}
     for name in sorted(table.keys() - fields.keys()):
         use = either(_homes(name)) if _homes(name) else suggest(name, fields, prefix)
-        problems[prefix + name] = f"{prefix}{name} = {show(table[name])} is not a known key; use {use}"
+        problems[prefix + name] = f"{prefix}{name} = {brief(table[name])} is not a known key; use {use}"
     for name, f in fields.items():
         hint, bounds = hints[name], f.metadata.get("bounds", {})
         if name in table:
@@ -279,24 +311,26 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
         if isinstance(value, dict) and name in SECTIONS:
             tables[name] = {k: _full_path(k, v, path.parent) for k, v in value.items()}
         elif name in SECTIONS:
-            problems[name] = f"{name} = {show(value)} is not a section; write [{name}] and its keys below it"
+            problems[name] = f"{name} = {brief(value)} is not a section; write [{name}] and its keys below it"
         elif _homes(name):
-            problems[name] = f"{name} = {show(value)} stands outside of its section; use {either(_homes(name))}"
+            problems[name] = f"{name} = {brief(value)} stands outside of its section; use {either(_homes(name))}"
         else:
             problems[name] = f"[{name}] is not a known section; use {suggest(name, SECTIONS)}"
     for override in overrides:
-        dotted, equals, text = override.partition("=")
-        section, _, name = dotted.strip().partition(".")
-        if equals and name and section in SECTIONS:
-            tables[section][name] = _full_path(name, _parse(text.strip()), Path())
+        dotted, equals, text = (part.strip() for part in override.partition("="))
+        section, _, name = dotted.partition(".")
+        if not equals or not name or section not in SECTIONS:
+            use = _meant(section, name, text)
+            problems[override] = f"override {brief(override)} is not section.key=value; use {use}"
+        elif not text:
+            problems[dotted] = f"{dotted} has no value; write {_example(section, name)}"
         else:
-            use = either(_homes(section)) if _homes(section) else f"{suggest(section, SECTIONS)}.{name or 'key'}"
-            problems[override] = f"override {show(override)} is not section.key=value; use {use}={text}"
+            tables[section][name] = _full_path(name, _parse(text), Path())
     tables["model"] = _split_overrides(tables["model"])
     sections = {}
     for section, cls in SECTIONS.items():
         sections[section], wrong = build(cls, tables[section], f"{section}.")
-        problems |= wrong
+        problems |= {} if section in problems else {name: line for name, line in wrong.items() if name not in problems}
     return RunConfig(**sections), problems
 
 
@@ -314,17 +348,44 @@ def _homes(name: str) -> list[str]:
 
 
 def _full_path(name: str, value: Any, base: Path) -> Any:
-    """Makes a `file` absolute: it is relative to the run file or, on the command line, to the working directory."""
-    if name == "file" and isinstance(value, str) and value:
-        return str((base / Path(value).expanduser()).resolve())
-    return value
+    """Expands `~`; makes a `file` absolute: it is relative to the run file or, on the command line, to the working
+    directory."""
+    if name not in ("file", "dir") or not isinstance(value, str) or not value:
+        return value
+    try:
+        path = Path(value).expanduser()
+        return str((base / path).resolve()) if name == "file" else str(path) if value.startswith("~") else value
+    except (OSError, RuntimeError, ValueError):  # no such user, a loop of links, a NUL: said where it is opened
+        return value
 
 
 def _parse(text: str) -> Any:
+    """A TOML value, or the text itself where it is not one value."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return table["value"] if table.keys() == {"value"} else text
+
+
+def _meant(section: str, name: str, text: str) -> str:
+    """What an override that is not section.key=value may have meant."""
+    value = f"={text}" if text else ""
+    if section in SECTIONS:
+        return _example(section, name)
+    if homes := _homes(section) or _homes(name):
+        return either(home + (value or "=...") for home in homes)
+    close = difflib.get_close_matches(section, SECTIONS, n=1)
+    return f"{close[0]}.{name}{value or '=...'}" if close and name else "for example train.steps=20"
+
+
+def _example(section: str, name: str) -> str:
+    """`train.steps=20`: a key with its default or, where it has none, with a value of its type."""
+    for f in keys_of(SECTIONS[section]):
+        if f.name == name:
+            usual = {"model.name": "llama-tiny", "log.dir": "runs/x"}.get(f"{section}.{name}", "20")
+            return f"{section}.{name}={usual if f.default is MISSING else show(f.default)}"
+    return f"{section}.{name}=..." if name else "for example train.steps=20"
 
 
 def _split_overrides(table: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ A problem is one line of three parts: the value, the rule, the nearest values th
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,7 @@ from typing import Any
 from parallax.config import SECTIONS, ConfigError, RunConfig, build, either, read, show
 from parallax.machine import Machine, load_machine
 from parallax.model_files import load_model
+from parallax.schedule.order import MAX_OPS
 from parallax.shape import ModelShape
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
@@ -46,7 +49,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
             shape = model_config.shape()
         except ConfigError as error:
             problems += error.problems
-    across = [*_check_layout(config)]
+    across = [*_check_layout(config), *_check_log(config)]
     if shape is not None:
         across += _check_model(config, shape)
     if machine is not None:
@@ -68,7 +71,12 @@ def check(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:
         for name, section in SECTIONS.items()
         for problem in build(section, dataclasses.asdict(getattr(config, name)), f"{name}.")[1].values()
     ]
-    return keys or [*_check_layout(config), *_check_model(config, shape), *_check_machine(config, machine)]
+    return keys or [
+        *_check_layout(config),
+        *_check_log(config),
+        *_check_model(config, shape),
+        *_check_machine(config, machine),
+    ]
 
 
 def check_devices(config: RunConfig, available: int | None, shape: ModelShape | None = None) -> list[str]:
@@ -134,6 +142,12 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
             f"parallel.ep {parallel.ep} x train.micro_batch_size {train.micro_batch_size} = {ranks}; "
             f"use {_nearest_multiples(train.global_batch_size, ranks)}"
         )
+    elif (ops := parallel.pp * v * config.microbatches) > MAX_OPS:
+        most = max(MAX_OPS // (parallel.pp * v), 1) * ranks
+        yield (
+            f"train.global_batch_size = {train.global_batch_size} makes {config.microbatches} microbatches x "
+            f"parallel.pp {parallel.pp} x parallel.virtual_stages {v} = {ops}, which must be at most {MAX_OPS}; use {most} or less"
+        )
     if optimizer.warmup_steps > train.steps:
         yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps} must be at most train.steps = {train.steps}; "
@@ -141,44 +155,66 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_log(config: RunConfig) -> Iterator[str]:
+    """Whether the folder of the run can be made."""
+    where, path = f"log.dir = {show(config.log.dir)}", Path(config.log.dir)
+    if not config.log.dir or "\0" in config.log.dir:
+        yield f'{where} is not the name of a folder; use one that is empty or new, such as "runs/x"'
+        return
+    try:
+        if long := [part for part in path.parts if len(part.encode()) > 255]:
+            yield f"{where} has a name of {len(long[0].encode())} bytes; use at most 255"
+            return
+        place = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    except UnicodeEncodeError:
+        yield f"{where} is not UTF-8; use another name"
+        return
+    if place == path and not place.is_dir():
+        yield f"{where} is a file; use a folder that is empty or new"
+    elif not place.is_dir():
+        yield f"{where} is inside {place}, which is not a folder; use another place"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        yield f"{where}: the folder {place} cannot be written; use another place"
+
+
 def _check_model(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Rules between the run file and the model. `heads = 32` without a section is a size of the model."""
-    small = [f"{name} = {size} must be at least 1; use 1 or more" for name, size in _sizes(shape) if size < 1]
+    """Rules between the run file and the model. The names of the model's sizes are as in models/llama.py."""
+    small = [f"model.{name} = {size} must be at least 1; use 1 or more" for name, size in _sizes(shape) if size < 1]
     if small:
         yield from small
         return
     parallel, train = config.parallel, config.train
     tp, layers = parallel.tp, len(shape.layers)
+    works = _working_tp(config, shape)
     for heads, kv_heads in sorted({(layer.heads, layer.kv_heads) for layer in shape.layers}):
         if heads % kv_heads:
-            yield f"kv_heads = {kv_heads} does not divide heads = {heads}; use {_nearest(kv_heads, _divisors(heads))}"
-            continue
-        works = [size for size in _divisors(heads) if not (kv_heads % size and size % kv_heads)]
-        if heads % tp:
-            yield f"parallel.tp = {tp} does not divide heads = {heads}; use {_nearest(tp, works)}"
-        elif tp not in works:
-            rule = f"neither divides kv_heads = {kv_heads} nor is a multiple of it"
+            use = _nearest(kv_heads, _divisors(heads))
+            yield f"model.kv_heads = {kv_heads} does not divide model.heads = {heads}; use {use}"
+        elif heads % tp:
+            yield f"parallel.tp = {tp} does not divide model.heads = {heads}; use {_nearest(tp, works)}"
+        elif kv_heads % tp and tp % kv_heads:
+            rule = f"neither divides model.kv_heads = {kv_heads} nor is a multiple of it"
             yield f"parallel.tp = {tp} {rule}; use {_nearest(tp, works)}"
     for ff in sorted({layer.ff for layer in shape.layers}):
         if ff % tp:
-            yield f"parallel.tp = {tp} does not divide ff = {ff}; use {_nearest(tp, _divisors(ff))}"
+            yield f"parallel.tp = {tp} does not divide model.ff = {ff}; use {_nearest(tp, works)}"
     pp, v = parallel.pp, parallel.virtual_stages
     if layers % (pp * v):
         rule = "do not divide" if pp * v <= layers else "are more than"
         yield (
-            f"parallel.pp {pp} x parallel.virtual_stages {v} = {pp * v} stages {rule} layers = {layers}; "
+            f"parallel.pp {pp} x parallel.virtual_stages {v} = {pp * v} stages {rule} model.layers = {layers}; "
             f"use a product of {_nearest(pp * v, _divisors(layers))}"
         )
     least = 256 if config.data.tokenizer == "bytes" else 1
     if shape.vocab_size % (pp * tp):
         yield (
-            f"vocab_size = {shape.vocab_size} is not a multiple of parallel.pp {pp} x parallel.tp {tp} = {pp * tp}; "
-            f"use vocab_size = {_nearest_multiples(shape.vocab_size, pp * tp, least)}, or a product of "
+            f"model.vocab_size = {shape.vocab_size} is not a multiple of parallel.pp {pp} x parallel.tp {tp} = "
+            f"{pp * tp}; use model.vocab_size = {_nearest_multiples(shape.vocab_size, pp * tp, least)}, or a product of "
             f"{_nearest(pp * tp, _divisors(shape.vocab_size))}"
         )
     if shape.vocab_size < least:
         tokenizer = f"data.tokenizer = {show(config.data.tokenizer)}"
-        yield f"vocab_size = {shape.vocab_size} is less than the {least} of {tokenizer}; use {least} or more"
+        yield f"model.vocab_size = {shape.vocab_size} is less than the {least} of {tokenizer}; use {least} or more"
     if 0 < shape.max_positions < train.seq_len:
         yield (
             f"train.seq_len = {train.seq_len} is more than the model's {shape.max_positions} learned positions; "
@@ -210,8 +246,19 @@ def _sizes(shape: ModelShape) -> list[tuple[str, int]]:
     return [("layers", len(shape.layers)), ("width", shape.width), ("vocab_size", shape.vocab_size), *sorted(sizes)]
 
 
+def _working_tp(config: RunConfig, shape: ModelShape) -> list[int]:
+    """The sizes of parallel.tp that every layer and, where it is split, the sequence allow."""
+    split = [size for layer in shape.layers for size in (layer.heads, layer.ff)]
+    if config.parallel.sequence_parallel:
+        split.append(config.train.seq_len)
+    groups = {layer.kv_heads for layer in shape.layers}
+    return [tp for tp in _divisors(math.gcd(*split)) if not any(kv % tp and tp % kv for kv in groups)]
+
+
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """1 alone where n is too large to look for others."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0] if n <= 10**12 else [1]
+    return sorted({*low, *(n // d for d in low)})
 
 
 def _nearest(given: int, works: Iterable[int]) -> str:

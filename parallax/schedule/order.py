@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+MAX_OPS = 1_000_000  # of one kind, in all: a longer schedule takes minutes to make
+
 
 class ScheduleError(ValueError):
     """A schedule that is not complete, not in a possible order, or asked for with numbers that do not fit."""
@@ -129,4 +131,9 @@ def make_schedule(name: str, pp: int, virtual_stages: int, microbatches: int) ->
             raise ScheduleError(f"{key} = {value} must be at least 1")
     if virtual_stages > 1 and pp == 1:
         raise ScheduleError(f"virtual_stages = {virtual_stages} needs pp > 1; use virtual_stages = 1")
+    if pp * virtual_stages * microbatches > MAX_OPS:
+        raise ScheduleError(
+            f"pp {pp} x virtual_stages {virtual_stages} x microbatches {microbatches} = "
+            f"{pp * virtual_stages * microbatches} must be at most {MAX_OPS}; use smaller ones"
+        )
     return GENERATORS[name](pp, virtual_stages, microbatches)

@@ -90,7 +90,19 @@ def test_files_are_relative_to_the_run_file_and_on_the_command_line_to_the_worki
         ("parallel.skip_idle=1", "parallel.skip_idle = 1 must be true or false; use true"),
         ("parallel.zero=true", "parallel.zero = true is not a choice of this release; use 0 or 1"),
         ("log.dir=1", 'log.dir = 1 must be a string; use "1"'),
-        ("optimizer.learning_rate=nan", "optimizer.learning_rate = nan must be a finite number"),
+        ("optimizer.learning_rate=nan", "= nan must be a finite number greater than 0; use 0.0003"),
+        ("optimizer.learning_rate=inf", "= inf must be a finite number greater than 0; use 0.0003"),
+        ("optimizer.learning_rate='-1'", "must be a finite number greater than 0; use 0.0003"),
+        ("optimizer.learning_rate=1e31", "= 1e+31 must be at most 1e+30; use 1e+30 or less"),
+        (f"optimizer.weight_decay=1{'0' * 400}", "00...00"),
+        (f"train.steps=1{'0' * 5000}", "train.steps = "),
+        ("train.steps=-1.5", "train.steps = -1.5 must be an integer at least 1; use 1"),
+        ("train.steps=1e300", "train.steps = 1e+300 must be an integer at least 1; use 2147483647"),
+        ("train.steps=3000000000", "must be at most 2147483647; use 2147483647 or less"),
+        ("train.steps=2\nfoo=1", 'train.steps = "2\\nfoo=1" must be an integer'),
+        ("train.steps=", "train.steps has no value; write train.steps=20"),
+        ("=3", 'override "=3" is not section.key=value; use for example train.steps=20'),
+        ("a.b.c=1", 'override "a.b.c=1" is not section.key=value; use for example train.steps=20'),
         ("optimizer.beta2=1", "optimizer.beta2 = 1 must be at least 0 and less than 1; use for example 0.95"),
         ("parallel.tp=0", "parallel.tp = 0 must be at least 1; use 1 or more"),
         ("optimizer.min_learning_rate_ratio=2", "must be at least 0 and at most 1; use 1 or less"),
@@ -98,7 +110,7 @@ def test_files_are_relative_to_the_run_file_and_on_the_command_line_to_the_worki
         ("train.learning_rate=2", "train.learning_rate = 2 is not a known key; use optimizer.learning_rate"),
         ("tp=4", 'override "tp=4" is not section.key=value; use parallel.tp=4'),
         ("paralel.tp=4", 'override "paralel.tp=4" is not section.key=value; use parallel.tp=4'),
-        ("train.steps", 'override "train.steps" is not section.key=value'),
+        ("train.steps", 'override "train.steps" is not section.key=value; use train.steps=20'),
     ],
 )
 def test_one_problem(tmp_path: Path, override: str, expected: str):
@@ -119,7 +131,20 @@ def test_all_problems_at_once(tmp_path: Path):
     ]
 
 
+def test_a_value_in_place_of_a_section_is_one_problem(tmp_path: Path):
+    text = 'train = 3\n[model]\nname = "llama-tiny"\n[log]\ndir = "runs/x"\n'
+    assert problems(tmp_path, text) == ["train = 3 is not a section; write [train] and its keys below it"]
+
+
+def test_what_is_read_as_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "bom.toml"
+    path.write_text(MINIMAL, encoding="utf-8-sig")
+    assert load(path, ["log.dir=~/x"]).log.dir == str(tmp_path / "x")
+
+
 def test_files_that_cannot_be_read(tmp_path: Path):
+    assert "nested too deeply" in problems(tmp_path, f"a = {'[' * 5000}")[0]
     assert "line 2" in problems(tmp_path, "[train]\nsteps = = 3\n")[0]
     for path in (tmp_path, tmp_path / "missing.toml"):
         with pytest.raises(ConfigError, match=str(path)):

@@ -1,4 +1,4 @@
-"""Forty wrong run files. Each is refused with a line that names the value, the rule and what would work."""
+"""Wrong run files. Each is refused with a line that names the value, the rule and what would work."""
 
 import os
 import subprocess
@@ -26,7 +26,27 @@ GOOD = {
 }
 INTERLEAVED = {"parallel.schedule": '"interleaved"'}
 NO_SEQUENCE = {"parallel.sequence_parallel": "false"}
-NO_PRESETS, BAD_SYNTAX, BAD_IMPORT = "x = 1\n", "def f(:\n", "raise RuntimeError('two\\nlines')\n"
+CONFIG = """
+from __future__ import annotations
+from dataclasses import dataclass
+Block = Embed = Head = context = print
+@dataclass(frozen=True)
+class Config:
+    layers: {} = 1
+    def shape(self):
+        return 3
+PRESETS = {{"llama-tiny": Config()}}
+"""
+MODEL_FILES = {
+    "no_presets": "x = 1\n",
+    "bad_syntax": "def f(:\n",
+    "bad_import": "raise RuntimeError('two\\nlines')\n",
+    "exits": "import sys; sys.exit(3)\n",
+    "no_parts": "PRESETS = {'llama-tiny': 1}\n",
+    "no_config": "Block = Embed = Head = context = print\nPRESETS = {'llama-tiny': 1}\n",
+    "no_type": CONFIG.format("Missing"),
+    "no_shape": CONFIG.format("int"),
+}
 
 # Keys that differ from GOOD (None: left out), and fragments of one line: the value, the rule, the nearest values.
 WRONG = {
@@ -47,19 +67,25 @@ WRONG = {
         '"1f1b", "interleaved" or "gpipe"',
     ),
     "data from a path": ({"data.source": '"/data"'}, '"/data"', "not a choice", '"python-stdlib" or "synthetic"'),
-    "heads by tp": ({"parallel.tp": "8"}, "parallel.tp = 8", "does not divide heads = 4", "use 1, 2 or 4"),
+    "heads by tp": ({"parallel.tp": "8"}, "parallel.tp = 8", "does not divide model.heads = 4", "use 1, 2 or 4"),
     "key/value heads by tp": (
-        {"parallel.tp": "6", "model.heads": "36", "model.head_size": "32", "model.kv_heads": "9"},
-        *("parallel.tp = 6", "neither divides kv_heads = 9 nor is a multiple", "use 1, 3, 9, 18 or 36"),
+        {"parallel.tp": "6", "model.heads": "36", "model.head_size": "32", "model.kv_heads": "9"}
+        | {"model.ff": "36", "train.seq_len": "36"},
+        *("parallel.tp = 6", "neither divides model.kv_heads = 9 nor is a multiple", "use 1, 3, 9, 18 or 36"),
     ),
-    "ff by tp": ({"model.ff": "385"}, "parallel.tp = 2", "does not divide ff = 385", "use 1, 5 or 7"),
+    "ff by tp": ({"model.ff": "385"}, "parallel.tp = 2", "does not divide model.ff = 385", "use 1"),
     "sequence by tp": ({"train.seq_len": "127"}, "train.seq_len = 127", "parallel.tp = 2", "use 126 or 128"),
     "batch by dp": ({"train.global_batch_size": "7"}, "global_batch_size = 7", "parallel.dp 2", "use 6 or 8"),
     "batch below micro batch": ({"train.micro_batch_size": "8"}, "= 8 is not", "micro_batch_size 8 = 16", "use 16"),
-    "layers by stages": ({"model.layers": "9"}, "parallel.pp 2", "do not divide layers = 9", "product of 1, 3 or 9"),
+    "layers by stages": (
+        {"model.layers": "9"},
+        "parallel.pp 2",
+        "do not divide model.layers = 9",
+        "product of 1, 3 or 9",
+    ),
     "more stages than layers": (
         INTERLEAVED | {"parallel.virtual_stages": "8"},
-        *("parallel.virtual_stages 8 = 16", "more than layers = 8", "a product of 1, 2, 4 or 8"),
+        *("parallel.virtual_stages 8 = 16", "more than model.layers = 8", "a product of 1, 2, 4 or 8"),
     ),
     "virtual stages in 1f1b": ({"parallel.virtual_stages": "2"}, "virtual_stages = 2", 'not "1f1b"', "= 1 or schedule"),
     "virtual stages without pp": (
@@ -71,7 +97,7 @@ WRONG = {
         *(
             "vocab_size = 258",
             "parallel.pp 2 x parallel.tp 2 = 4",
-            "use vocab_size = 256 or 260, or a product of 2, 3, 6 or 43",
+            "use model.vocab_size = 256 or 260, or a product of 2, 3, 6 or 43",
         ),
     ),
     "vocabulary below bytes": ({"model.vocab_size": "128"}, "vocab_size = 128", "less than the 256", "256 or more"),
@@ -93,12 +119,46 @@ WRONG = {
     "unknown machine": ({"mesh.name": '"h100"'}, 'mesh.name = "h100"', "not a machine", "use h100-sxm"),
     "unknown model field": ({"model.n_layers": "4"}, "model.n_layers = 4", "not a field", "use model.layers"),
     "model field of another type": ({"model.layers": "4.5"}, "model.layers = 4.5", "must be an integer", "use 4"),
-    "model that cannot be": ({"model.heads": "0"}, "model.heads = 0", "does not make a model", "heads = 4"),
+    "model that cannot be": (
+        {"model.width": "30"},
+        "model.width = 30 does not make",
+        "head_size = 7 must be even",
+        "= 6 or 8",
+    ),
+    "no heads": ({"model.heads": "0"}, "model.heads = 0", "must be at least 1", "use 1 or more"),
+    "too many layers": ({"model.layers": "2147483648"}, "model.layers = 2147483648", "at most 10000", "10000 or less"),
+    "learned positions by heads": (
+        {"model.name": '"gpt-tiny"', "model.width": "130"},
+        *("width = 130 is not a multiple of heads = 4", "use model.width = 128 or 132"),
+    ),
+    "rotary base": ({"model.rope_theta": "0"}, "rope_theta = 0.0 must be greater than 0", "10000"),
+    "too long a schedule": ({"train.global_batch_size": "2000000"}, "= 2000000", "at most 1000000", "1000000 or less"),
+    "no folder": ({"log.dir": '""'}, 'log.dir = ""', "not the name of a folder", "runs/x"),
+    "folder with a NUL": ({"log.dir": '"a\\u0000"'}, 'log.dir = "a\\u0000"', "not the name of a folder"),
+    "folder with a long name": ({"log.dir": f'"{"é" * 128}"'}, "a name of 256 bytes", "at most 255"),
+    "folder inside a file": ({"log.dir": f'"{__file__}/x"'}, "test_wrong_run_files.py, which is not a folder"),
+    "folder that is a file": ({"log.dir": f'"{__file__}"'}, "is a file; use a folder that is empty or new"),
+    "model file with a NUL": ({"model.file": '"a\\u0000.py"'}, "a\\u0000.py", "not a Python file"),
+    "machine file with a NUL": ({"mesh.file": '"a\\u0000"'}, "a\\u0000", "a NUL character"),
+    "decay that float32 rounds to 1": (
+        {"optimizer.beta2": "0.9999999"},
+        "beta2 = 0.9999999",
+        "at most 0.999999; use 0.999999",
+    ),
     "no peak": ({"mesh.name": '"tpu-v5e"', "train.precision": '"float32"'}, '"float32"', "no peak", 'use "bfloat16"'),
     "warm-up": ({"optimizer.warmup_steps": "11"}, "warmup_steps = 11", "at most train.steps = 10", "use 10 or less"),
     "no model file": ({"model.file": '"none.py"'}, "none.py", "not a Python file", "models/llama.py"),
     "model file without presets": ({"model.file": '"no_presets.py"'}, "no_presets.py", "no presets", "PRESETS ="),
     "model file with bad syntax": ({"model.file": '"bad_syntax.py"'}, "bad_syntax.py", "cannot be imported", "line 1"),
+    "model file without blocks": ({"model.file": '"no_parts.py"'}, "no_parts.py", "no Block, Embed, Head, context"),
+    "model file that exits": ({"model.file": '"exits.py"'}, "exits.py", "cannot be imported", "SystemExit: 3"),
+    "preset of another type": ({"model.file": '"no_config.py"'}, "no_config.py", "an instance of a dataclass"),
+    "config with unknown types": ({"model.file": '"no_type.py"'}, "no_type.py", "NameError", "Missing"),
+    "shape of another type": (
+        {"model.file": '"no_shape.py"'},
+        "no_shape.py",
+        "must return a parallax.shape.ModelShape",
+    ),
     "model file that raises": ({"model.file": '"bad_import.py"'}, "bad_import.py", "RuntimeError", "two lines"),
 }
 
@@ -112,7 +172,7 @@ def write(folder: Path, changes: Mapping[str, str | None]) -> Path:
             sections.setdefault(section, []).append(f"{name} = {value}")
     path = folder / "run.toml"
     path.write_text("\n".join(line for name, keys in sections.items() for line in (f"[{name}]", *keys)))
-    for name, text in (("no_presets", NO_PRESETS), ("bad_syntax", BAD_SYNTAX), ("bad_import", BAD_IMPORT)):
+    for name, text in MODEL_FILES.items():
         (folder / f"{name}.py").write_text(text)
     return path
 
