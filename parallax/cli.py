@@ -6,19 +6,25 @@ Exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 stopped by a sig
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib.metadata
+import io
 import json
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import parallax.schedule.command as schedule_command
 from parallax.config import ConfigError, read
-from parallax.environment import emulate_devices
+from parallax.environment import emulate_devices, keep_32_bits
 from parallax.machine import load_machine
 from parallax.schedule.order import ScheduleError
 from parallax.validate import resolve
 
-INPUT_IS_WRONG = 2
+FAILED, INPUT_IS_WRONG, INTERRUPTED = 1, 2, 130
 
 TRAIN_EXAMPLE = """\
 examples:
@@ -29,8 +35,18 @@ exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 stopped by a sig
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as for run files."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(INPUT_IS_WRONG, f"error: {_one_line(message)}; see {self.prog} --help\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status. argparse exits by itself, with 2, on wrong options."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale may lack a character
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
@@ -43,16 +59,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems = error.problems
     except ScheduleError as error:
         problems = str(error).splitlines()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {_one_line(problem)}", file=sys.stderr)
     return INPUT_IS_WRONG
 
 
+def _one_line(text: str) -> str:
+    """Line breaks and other control characters, written out."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="parallax",
         description="Train large language models in JAX: data, pipeline and tensor parallelism in one program.",
     )
+    parser.add_argument("--version", action="version", version=f"parallax {_version()}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     train = verbs.add_parser(
         "train",
@@ -68,18 +93,46 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
     schedule = verbs.add_parser("schedule", help="print, draw and measure a pipeline schedule")
     schedule_command.add_arguments(schedule)
-    schedule.set_defaults(run=schedule_command.run)
+    schedule.set_defaults(run=_schedule)
     return parser
 
 
-def _train(args: argparse.Namespace) -> int:
-    _prepare_environment(args.run_file, args.overrides)
-    resolved = resolve(args.run_file, args.overrides)
-    from parallax.train import train
+def _version() -> str:
+    try:
+        return importlib.metadata.version("parallax-train")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source folder, not installed"
 
-    result = train(resolved, resume=args.resume)
+
+def _schedule(args: argparse.Namespace) -> int:
+    with _results():
+        return schedule_command.run(args)
+
+
+@contextlib.contextmanager
+def _results() -> Iterator[None]:
+    """For what prints to stdout: exits quietly where its reader has gone, in one line where it cannot be written."""
+    try:
+        yield
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(FAILED)
+
+
+def _train(args: argparse.Namespace) -> int:
+    with contextlib.redirect_stdout(sys.stderr):  # a model file may print
+        _prepare_environment(args.run_file, args.overrides)
+        resolved = resolve(args.run_file, args.overrides)
+        from parallax.train import train
+
+        result = train(resolved, resume=args.resume)
     if args.json:
-        print(json.dumps(dataclasses.asdict(result)))
+        with _results():
+            print(json.dumps(dataclasses.asdict(result)))
     return result.exit_status
 
 
@@ -87,6 +140,7 @@ def _prepare_environment(run_file: str, overrides: Sequence[str]) -> None:
     """A first, light reading of the run file, for what must be set before the model file imports jax.
 
     What is wrong in it is left to `resolve`, which lists every problem."""
+    keep_32_bits()
     try:
         config, _ = read(run_file, overrides)
         emulated = load_machine(config.mesh).platform == "cpu"

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import MutableMapping
 
 COLLECTIVE_TIMEOUT_S = 600
+DISABLE = "--xla_disable_hlo_passes"
+PROMOTION = "all-reduce-promotion"  # the pass aborts on bfloat16 reductions inside a partly manual shard_map
+
+
+def keep_32_bits(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Overrules a user's JAX_ENABLE_X64=1: the programs count in int32 and compute in at most float32."""
+    environment["JAX_ENABLE_X64"] = "0"
 
 
 def emulate_devices(count: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """Makes one CPU look like `count` devices to the jax that this process imports afterwards.
 
-    Flags that the user has set in XLA_FLAGS win over ours, since XLA reads them last. NPROC sizes XLA's thread pool:
-    with fewer than two threads a device, collectives can wait for each other for ever.
+    Flags that the user has set in XLA_FLAGS win over ours, since XLA reads them last; the passes that the user
+    disables are disabled besides ours. NPROC sizes XLA's thread pool: with fewer than two threads a device,
+    collectives can wait for each other for ever, so that the user's is only ever raised.
     """
+    keep_32_bits(environment)
+    theirs = environment.get("XLA_FLAGS", "")
+    passes = re.findall(rf"{DISABLE}=(\S*)", theirs)[-1:]  # XLA heeds the last
+    disabled = dict.fromkeys(filter(None, [*",".join(passes).split(","), PROMOTION]))
     ours = (
         f"--xla_force_host_platform_device_count={count}",
-        # The pass aborts on bfloat16 reductions inside a partly manual shard_map.
-        "--xla_disable_hlo_passes=all-reduce-promotion",
         # Many devices share few cores: a slow step is not a stuck one.
         f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={COLLECTIVE_TIMEOUT_S}",
         f"--xla_cpu_collective_call_terminate_timeout_seconds={2 * COLLECTIVE_TIMEOUT_S}",
     )
-    environment["XLA_FLAGS"] = " ".join([*ours, environment.get("XLA_FLAGS", "")]).strip()
+    theirs = re.sub(rf"{DISABLE}=\S*", "", theirs)
+    environment["XLA_FLAGS"] = " ".join([*ours, f"{DISABLE}={','.join(disabled)}", *theirs.split()])
     environment["JAX_PLATFORMS"] = "cpu"
-    environment.setdefault("NPROC", str(2 * count))
+    threads = environment.get("NPROC", "")
+    environment["NPROC"] = str(max(2 * count, int(threads) if re.fullmatch("[0-9]{1,6}", threads) else 0))
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

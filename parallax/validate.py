@@ -146,7 +146,8 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
         most = max(MAX_OPS // (parallel.pp * v), 1) * ranks
         yield (
             f"train.global_batch_size = {train.global_batch_size} makes {config.microbatches} microbatches x "
-            f"parallel.pp {parallel.pp} x parallel.virtual_stages {v} = {ops}, which must be at most {MAX_OPS}; use {most} or less"
+            f"parallel.pp {parallel.pp} x parallel.virtual_stages {v} = {ops}, which must be at most {MAX_OPS}; "
+            f"use {most} or less"
         )
     if optimizer.warmup_steps > train.steps:
         yield (
@@ -209,8 +210,8 @@ def _check_model(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     if shape.vocab_size % (pp * tp):
         yield (
             f"model.vocab_size = {shape.vocab_size} is not a multiple of parallel.pp {pp} x parallel.tp {tp} = "
-            f"{pp * tp}; use model.vocab_size = {_nearest_multiples(shape.vocab_size, pp * tp, least)}, or a product of "
-            f"{_nearest(pp * tp, _divisors(shape.vocab_size))}"
+            f"{pp * tp}; use model.vocab_size = {_nearest_multiples(shape.vocab_size, pp * tp, least)}, "
+            f"or a product of {_nearest(pp * tp, _divisors(shape.vocab_size))}"
         )
     if shape.vocab_size < least:
         tokenizer = f"data.tokenizer = {show(config.data.tokenizer)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from parallax.schedule.check import check_table
 from parallax.schedule.csv import to_csv
 from parallax.schedule.draw import timeline_svg, timeline_text
-from parallax.schedule.order import GENERATORS, ScheduleError, make_schedule
+from parallax.schedule.order import GENERATORS, MAX_OPS, ScheduleError, make_schedule
 from parallax.schedule.simulate import bubble_formula, simulate, simulate_free
 from parallax.schedule.table import TickTable, tick_table
 
@@ -31,21 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--virtual-stages", type=int, default=1, metavar="V", help="chunks a rank (default: 1; more with interleaved)"
     )
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches a step")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline to FILE")
+    parser.add_argument("--svg", metavar="FILE", help="draw the timeline to FILE")
     parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write the order of each rank in the form of PyTorch's pipelining"
+        "--csv", metavar="FILE", help="write the order of each rank in the form of PyTorch's pipelining"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def run(args: argparse.Namespace) -> int:
     """→ exit status 0. Raises ScheduleError where the numbers do not fit or a file cannot be written."""
+    problems = _problems(args)
+    if problems:
+        raise ScheduleError("\n".join(problems))
     table = tick_table(make_schedule(args.kind, args.pp, args.virtual_stages, args.microbatches))
     check_table(table)
     if args.svg:
-        _write_whole("--svg", args.svg, timeline_svg(table))
+        _write_whole("--svg", Path(args.svg), timeline_svg(table))
     if args.csv:
-        _write_whole("--csv", args.csv, to_csv(table.schedule))
+        _write_whole("--csv", Path(args.csv), to_csv(table.schedule))
     facts = measure(table)
     if args.json:
         print(json.dumps(facts))
@@ -54,6 +58,37 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.svg, args.csv)):
         print(f"wrote {path}")
     return 0
+
+
+def _problems(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the options, a line each."""
+    pp, v, m = args.pp, args.virtual_stages, args.microbatches
+    lines = [
+        f"{option} {value} must be at least 1; use 1 or more"
+        for option, value in (("--pp", pp), ("--virtual-stages", v), ("--microbatches", m))
+        if value < 1
+    ]
+    if args.kind not in GENERATORS:
+        lines.append(f"--kind {json.dumps(args.kind)} is not known; use {', '.join(GENERATORS)}")
+    elif v > 1 and args.kind != "interleaved":
+        lines.append(f"--virtual-stages {v} needs --kind interleaved, not {args.kind}; use --virtual-stages 1")
+    elif v > 1 and pp == 1:
+        lines.append(f"--virtual-stages {v} needs --pp of 2 or more; use --virtual-stages 1")
+    if not lines and pp * v * m > MAX_OPS:
+        product = f"--pp {pp} x --virtual-stages {v} x --microbatches {m} = {pp * v * m}"
+        lines.append(f"{product} must be at most {MAX_OPS}; use smaller ones")
+    for option, name in (("--svg", args.svg), ("--csv", args.csv)):
+        if name in ("", "-"):
+            lines.append(
+                f"{option} {json.dumps(name)} is not the name of a file; use one such as timeline.{option[2:]}"
+            )
+        elif name is not None and os.path.isdir(name):
+            lines.append(f"{option} {name} is a folder and cannot be written; use the name of a file")
+        elif name is not None and not os.path.isdir(Path(name).parent):
+            lines.append(f"{option} {name}: the folder {Path(name).parent} does not exist; make it first")
+    if args.svg and args.csv and os.path.realpath(args.svg) == os.path.realpath(args.csv):
+        lines.append(f"--svg and --csv both name {args.svg}; use two files")
+    return lines
 
 
 def measure(table: TickTable) -> dict[str, Any]:
@@ -84,6 +119,8 @@ def _print(table: TickTable, facts: dict[str, Any]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
+    if console.width < 1:  # COLUMNS=0
+        console.width = 80
     rows = Table.grid(padding=(0, 2))
     for name, text in (
         ("schedule", "{kind}: {pp} ranks, {virtual_stages} chunks a rank, {microbatches} microbatches"),
@@ -105,12 +142,11 @@ def _print(table: TickTable, facts: dict[str, Any]) -> None:
 
 def _write_whole(option: str, path: Path, text: str) -> None:
     """The file appears complete or not at all: it is written beside its place, then renamed."""
-    if not path.parent.is_dir():
-        raise ScheduleError(f"{option} = {path}: the folder {path.parent} does not exist; make it first")
     beside = path.parent / f".{path.name}.{os.getpid()}"
     try:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise ScheduleError(f"{option} = {path} cannot be written: {error.strerror}") from error
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise ScheduleError(f"{option} {path} cannot be written: {error.strerror}; use another place") from error

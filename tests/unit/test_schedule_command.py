@@ -71,14 +71,25 @@ def test_files_that_cannot_be_written(tmp_path, capsys, option, place, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--kind", "zigzag", "--pp", "4", "--microbatches", "8"), "schedule = zigzag is not known"),
-        (("--pp", "4", "--virtual-stages", "2", "--microbatches", "8"), "needs schedule = interleaved"),
-        (("--pp", "0", "--microbatches", "8"), "pp = 0 must be at least 1"),
+        (("--kind", "zigzag", "--pp", "4", "--microbatches", "8"), '--kind "zigzag" is not known'),
+        (("--kind", "", "--pp", "4", "--microbatches", "8"), '--kind "" is not known'),
+        (("--pp", "4", "--virtual-stages", "2", "--microbatches", "8"), "--virtual-stages 2 needs --kind interleaved"),
+        (("--pp", "0", "--microbatches", "8"), "--pp 0 must be at least 1; use 1 or more"),
+        (("--pp", "1000", "--microbatches", "1001"), "= 1001000 must be at most 1000000"),
+        ((*INTERLEAVED, "--svg", "-"), '--svg "-" is not the name of a file; use one such as timeline.svg'),
+        ((*INTERLEAVED, "--csv", ""), '--csv "" is not the name of a file'),
+        ((*INTERLEAVED, "--csv", "no_such", "--svg", "./no_such"), "both name ./no_such; use two files"),
     ],
 )
 def test_numbers_that_do_not_fit(words, message):
     with pytest.raises(ScheduleError, match=message):
         call(*words)
+
+
+def test_columns_of_zero_print_a_whole_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert call("--pp", "4", "--microbatches", "8") == 0
+    assert "37.50% simulated" in capsys.readouterr().out
 
 
 def test_help_has_an_example(capsys):
