@@ -29,10 +29,21 @@ def load_model(model: Model) -> tuple[ModuleType, Any]:
     """The model file's module and the preset's Config with its overrides. Raises ConfigError with every problem."""
     module, preset = _own_preset(model) if model.file else _known_preset(model)
     config = _apply(model, preset)
-    shape = config.shape()
-    if not isinstance(shape, ModelShape) or not all(isinstance(layer, LayerShape) for layer in shape.layers):
-        raise ConfigError([f"{_where(model)}: Config.shape() must return a parallax.shape.ModelShape of LayerShapes"])
+    if not _is_shape(config.shape()):
+        rule = "must return a parallax.shape.ModelShape with a tuple of LayerShapes, and integers in both"
+        raise ConfigError([f"{_where(model)}: Config.shape() {rule}"])
     return module, config
+
+
+def _is_shape(shape: Any) -> bool:
+    """Whether it is one whose every number is an integer."""
+    if not isinstance(shape, ModelShape) or not isinstance(shape.layers, tuple):
+        return False
+    sizes = ("vocab_size", "width", "embed_parameters", "head_parameters", "max_positions")
+    return all(type(getattr(shape, name)) is int for name in sizes) and all(
+        isinstance(layer, LayerShape) and all(type(size) is int for size in vars(layer).values())
+        for layer in shape.layers
+    )
 
 
 def _where(model: Model) -> str:

@@ -142,8 +142,8 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
             f"parallel.ep {parallel.ep} x train.micro_batch_size {train.micro_batch_size} = {ranks}; "
             f"use {_nearest_multiples(train.global_batch_size, ranks)}"
         )
-    elif (ops := parallel.pp * v * config.microbatches) > MAX_OPS:
-        most = max(MAX_OPS // (parallel.pp * v), 1) * ranks
+    elif parallel.pp * v <= MAX_OPS < (ops := parallel.pp * v * config.microbatches):
+        most = MAX_OPS // (parallel.pp * v) * ranks
         yield (
             f"train.global_batch_size = {train.global_batch_size} makes {config.microbatches} microbatches x "
             f"parallel.pp {parallel.pp} x parallel.virtual_stages {v} = {ops}, which must be at most {MAX_OPS}; "
@@ -161,6 +161,9 @@ def _check_log(config: RunConfig) -> Iterator[str]:
     where, path = f"log.dir = {show(config.log.dir)}", Path(config.log.dir)
     if not config.log.dir or "\0" in config.log.dir:
         yield f'{where} is not the name of a folder; use one that is empty or new, such as "runs/x"'
+        return
+    if config.log.dir.startswith("~"):
+        yield f"{where} names the home of a user who is not known; use another place"
         return
     try:
         if long := [part for part in path.parts if len(part.encode()) > 255]:

@@ -136,6 +136,7 @@ WRONG = {
     "no folder": ({"log.dir": '""'}, 'log.dir = ""', "not the name of a folder", "runs/x"),
     "folder with a NUL": ({"log.dir": '"a\\u0000"'}, 'log.dir = "a\\u0000"', "not the name of a folder"),
     "folder with a long name": ({"log.dir": f'"{"é" * 128}"'}, "a name of 256 bytes", "at most 255"),
+    "folder of nobody": ({"log.dir": '"~no-such-user/x"'}, "~no-such-user/x", "not known; use another place"),
     "folder inside a file": ({"log.dir": f'"{__file__}/x"'}, "test_wrong_run_files.py, which is not a folder"),
     "folder that is a file": ({"log.dir": f'"{__file__}"'}, "is a file; use a folder that is empty or new"),
     "model file with a NUL": ({"model.file": '"a\\u0000.py"'}, "a\\u0000.py", "not a Python file"),
