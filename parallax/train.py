@@ -17,7 +17,7 @@ import jax
 
 from parallax.canonical import Canonical
 from parallax.checkpoint import identity
-from parallax.config import to_toml
+from parallax.config import ConfigError, show, to_toml
 from parallax.data import Batch
 from parallax.metrics import MetricsFile, ProgressLine, StepRecord, duration, model_flops_utilization, say
 from parallax.optimizer import TrainState
@@ -135,7 +135,10 @@ class _Run:
 
     def _open_log(self) -> None:
         folder = Path(self.config.log.dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError([f"log.dir = {show(str(folder))} cannot be made: {error.strerror}"]) from error
         self.lock = lock(folder)
         (folder / "run.toml").write_text(to_toml(self.config), encoding="utf-8")
         self.metrics = MetricsFile(folder / "metrics.jsonl", self.first)

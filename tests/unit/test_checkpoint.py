@@ -113,13 +113,16 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     assert checkpoints.steps() == []
     state = Canonical(program_of("one device")).from_state(filled("one device"))
+    facts = {"identity": {}, "weights": {}, "train_steps": 20}
     for step in (5, 10, 15):
-        checkpoints.save(step, state, {"step": step})
-    assert checkpoints.steps() == [10, 15] and checkpoints.facts(15) == {"step": 15}
+        checkpoints.save(step, state, facts | {"step": step})
+    assert checkpoints.steps() == [10, 15] and checkpoints.facts(15) == facts | {"step": 15}
     (checkpoints.folder / "20.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     (checkpoints.folder / "25").mkdir()
     (checkpoints.folder / "30" / "state").mkdir(parents=True)
     assert checkpoints.steps() == [10, 15]
+    checkpoints.save(30, state, facts | {"step": 30})  # not stopped by the half of one in its place
+    assert checkpoints.steps() == [15, 30]
 
 
 def test_what_must_not_change():
