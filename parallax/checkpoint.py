@@ -73,10 +73,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        named = (path for path in self.folder.iterdir() if path.name.isdecimal())
-        return sorted(int(path.name) for path in named if all((path / item).is_dir() for item in ITEMS))
+        whole = (path for path in self._numbered() if all((path / item).is_dir() for item in ITEMS))
+        return sorted(int(path.name) for path in whole)
+
+    def _numbered(self) -> list[Path]:
+        return [path for path in self.folder.iterdir() if path.name.isdecimal()] if self.folder.is_dir() else []
 
     def path(self, step: int) -> Path:
         return self.folder / str(step)
@@ -91,8 +92,9 @@ class Checkpoints:
     def save(self, step: int, state: Tree, facts: dict[str, Any]) -> Path:
         """Writes a canonical state; returns when it is complete, and older ones than the newest `keep` are gone."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.path(step).exists() and step not in self.steps():  # half of one, which orbax would not write over
-            self.path(step).rename(self.path(step).with_suffix(f".broken-{time.time_ns()}"))
+        for path in self._numbered():
+            if int(path.name) not in self.steps():  # half of one: orbax would count it, and not write over it
+                path.rename(path.with_suffix(f".broken-{time.time_ns()}"))
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
         with self._manager() as manager:
             manager.save(step, args=items, force=True)
