@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from parallax.config import ConfigError
@@ -124,11 +123,3 @@ class Model:
         """Mean nats a token; `outer` holds "embed" and "head"."""
         embed = nnx.merge(self._graphs["embed"], outer["embed"])
         return nnx.merge(self._graphs["head"], outer["head"])(x_BSD, targets_BS, embed)
-
-    def plain_loss(self, weights: dict, tokens_BS: jax.Array, targets_BS: jax.Array) -> jax.Array:
-        """The whole model in one piece, layers stacked [L, …]: for one device, and to compare with."""
-        positions_S = jnp.arange(tokens_BS.shape[1])
-        context = self.context(positions_S)
-        x_BSD = self.embed(weights["embed"], tokens_BS, positions_S)
-        x_BSD, _ = jax.lax.scan(lambda x, w: (self.block(w, x, context), None), x_BSD, weights["blocks"])
-        return self.loss(weights, x_BSD, targets_BS)
