@@ -27,6 +27,8 @@ BOUNDS = {
     "below": ("less than", operator.lt),
     "fits": ("at most", operator.le),  # what the number type of the program holds: said only where it is broken
 }
+SCHEDULES = ("1f1b", "interleaved", "gpipe")  # built in
+SOURCES = ("python-stdlib", "synthetic")  # on every machine
 INT_MAX, SEED_MAX, FLOAT_MAX = 2**31 - 1, 2**32 - 1, 1e30
 SIZE: dict[str, float] = {"at_least": 1, "fits": INT_MAX}
 COUNT: dict[str, float] = {"at_least": 0, "fits": INT_MAX}
@@ -57,15 +59,13 @@ class Parallel:
     dp: int = key(1, "data parallel: copies of the model, each with its share of the batch", **SIZE)
     pp: int = key(1, "pipeline parallel: ranks that the layers are spread over", **SIZE)
     ep: int = key(1, "expert parallel; not built yet", **SIZE)
-    cp: int = key(1, "context parallel; not built yet", **SIZE)
+    cp: int = key(1, "context parallel: ranks that share each sequence", **SIZE)
     tp: int = key(1, "tensor parallel: devices that share each layer", **SIZE)
     virtual_stages: int = key(1, "chunks of layers on each pipeline rank (v)", **SIZE)
-    schedule: Literal["1f1b", "interleaved", "gpipe"] = key("1f1b", "order of the pipeline's work")
+    schedule: str = key("1f1b", "order of the pipeline's work: 1f1b, interleaved, gpipe, or a CSV file of your own")
     sequence_parallel: bool = key(True, "split activations between layers over tp, along the sequence")
     zero: Literal[0, 1] = key(1, "1: optimizer states sharded over dp, ep and cp; 0: replicated")
-    context: Literal["ring", "all_gather"] = key(
-        "ring", "how attention sees the other cp ranks' keys and values; not built yet"
-    )
+    context: Literal["ring", "all_gather"] = key("ring", "how attention sees the other cp ranks' keys and values")
     skip_idle: bool = key(False, "branch around idle pipeline phases instead of masking them")
 
 
@@ -81,6 +81,9 @@ class Train:
     seq_len: int = key(MISSING, "tokens in a sequence", **SIZE)
     global_batch_size: int = key(MISSING, "sequences in a step, over all devices", **SIZE)
     micro_batch_size: int = key(1, "sequences in a microbatch, on each dp and ep rank", **SIZE)
+    rampup_batch_size: tuple[int, ...] = key(
+        (), "[start, increment, samples]: global batch size from start to its full value over that many samples"
+    )
     remat: Literal["none", "selective", "full"] = key("full", "what the backward pass recomputes (docs/pipeline.md)")
     precision: Literal["bfloat16", "float32"] = key("bfloat16", "of weights and activations; accumulation is float32")
     seed: int = key(0, "of initialisation and data order", at_least=0, fits=SEED_MAX)
@@ -104,20 +107,27 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    source: Literal["python-stdlib", "synthetic"] = key("python-stdlib", "the text to train on")
-    tokenizer: Literal["bytes"] = key("bytes", "how text becomes tokens")
-    valid_fraction: float = key(0.05, "share of the files held out for evaluation", above=0, below=1)
+    source: str | dict[str, float] = key(
+        "python-stdlib",
+        "python-stdlib, synthetic, a path (docs/training.md), or a mixture: a table of sources and their weights",
+    )
+    tokenizer: str = key("bytes", "how text becomes tokens: bytes, or the path of a tokenizer.json")
+    text_key: str = key("text", "the key of a .jsonl line that holds its text")
+    separator: str = key("", "token that ends each document; empty: the tokenizer's end-of-text token, or byte 0")
+    valid_fraction: float = key(0.05, "share of the documents held out for evaluation", above=0, below=1)
+    isolate_documents: bool = key(False, "keep attention inside documents; false: it crosses them")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     every: int = key(0, "steps between checkpoints; 0: only at the end and on Ctrl-C", **COUNT)
     keep: int = key(2, "newest checkpoints kept", **SIZE)
+    keep_every: int = key(0, "checkpoints of steps that this divides are kept for good; 0: none", **COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    dir: str = key(MISSING, "folder of the run: run.toml as resolved, metrics.jsonl, checkpoints/")
+    dir: str = key(MISSING, "folder of the run: run.toml as resolved, metrics.jsonl, checkpoints/, tensorboard/")
     every: int = key(1, "steps between lines of metrics", **SIZE)
 
 
@@ -144,6 +154,13 @@ class RunConfig:
 
 
 SECTIONS: dict[str, type] = get_type_hints(RunConfig)
+PATHS = {  # keys that name a file to read, and the words that may stand in its place
+    "model.file": (),
+    "mesh.file": (),
+    "parallel.schedule": SCHEDULES,
+    "data.source": SOURCES,
+    "data.tokenizer": ("bytes",),
+}
 
 
 def keys_of(section: type) -> list[dataclasses.Field[Any]]:
@@ -210,6 +227,8 @@ def kind(hint: Any, bounds: Mapping[str, float] = MappingProxyType({})) -> str:
     """An annotation, and bounds, in words."""
     if get_origin(hint) is Literal:
         return either(map(show, get_args(hint)))
+    if get_origin(hint) in (Union, UnionType):
+        return either(kind(arg) for arg in get_args(hint))
     words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
     words |= {list: "a list", tuple: "a list", dict: "a table"}
     return f"{words.get(get_origin(hint) or hint, hint)} {_limits(bounds)}".rstrip()
@@ -291,7 +310,8 @@ def build(cls: type[T], table: dict[str, Any], prefix: str = "") -> tuple[T, dic
         if name in table:
             problem = value_problem(prefix + name, table[name], hint, f.default, bounds)
             if problem is None:
-                values[name] = float(table[name]) if hint is float else table[name]
+                convert = {float: float, tuple: tuple}.get(get_origin(hint) or hint, lambda value: value)
+                values[name] = convert(table[name])
                 continue
         elif f.default is not MISSING or f.default_factory is not MISSING:
             continue
@@ -309,7 +329,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
     tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in read_toml(path).items():
         if isinstance(value, dict) and name in SECTIONS:
-            tables[name] = {k: _full_path(k, v, path.parent) for k, v in value.items()}
+            tables[name] = {k: _full_path(f"{name}.{k}", v, path.parent) for k, v in value.items()}
         elif name in SECTIONS:
             problems[name] = f"{name} = {brief(value)} is not a section; write [{name}] and its keys below it"
         elif _homes(name):
@@ -325,7 +345,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
         elif not text:
             problems[dotted] = f"{dotted} has no value; write {_example(section, name)}"
         else:
-            tables[section][name] = _full_path(name, _parse(text), Path())
+            tables[section][name] = _full_path(dotted, _parse(text), Path())
     tables["model"] = _split_overrides(tables["model"])
     sections = {}
     for section, cls in SECTIONS.items():
@@ -347,14 +367,18 @@ def _homes(name: str) -> list[str]:
     return [f"{section}.{name}" for section, cls in SECTIONS.items() if any(f.name == name for f in keys_of(cls))]
 
 
-def _full_path(name: str, value: Any, base: Path) -> Any:
-    """Expands `~`; makes a `file` absolute: it is relative to the run file or, on the command line, to the working
-    directory."""
-    if name not in ("file", "dir") or not isinstance(value, str) or not value:
+def _full_path(dotted: str, value: Any, base: Path) -> Any:
+    """Expands `~`; makes the path of a file that is read absolute: it is relative to the run file or, on the command
+    line, to the working directory."""
+    if dotted == "data.source" and isinstance(value, dict):
+        return {_full_path(dotted, source, base): weight for source, weight in value.items()}
+    if not isinstance(value, str) or not value or dotted not in {"log.dir", *PATHS} or value in PATHS.get(dotted, ()):
+        return value
+    if dotted == "parallel.schedule" and not value.endswith(".csv"):
         return value
     try:
         path = Path(value).expanduser()
-        return str((base / path).resolve()) if name == "file" else str(path) if value.startswith("~") else value
+        return str((base / path).resolve()) if dotted in PATHS else str(path) if value.startswith("~") else value
     except (OSError, RuntimeError, ValueError):  # no such user, a loop of links, a NUL: said where it is opened
         return value
 
