@@ -10,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
-Batch = tuple[np.ndarray, np.ndarray]
-"""`(tokens_BS, targets_BS)`, both int32 [global_batch_size, seq_len]; a target is the token after."""
+
+class Batch(NamedTuple):
+    """int32 [samples, seq_len]; a target is the token after."""
+
+    tokens_BS: np.ndarray
+    targets_BS: np.ndarray
+    starts_BS: np.ndarray | None = None
+
 
 _PREFETCHED_BATCHES = 2
 
@@ -120,4 +127,4 @@ def _spread_order(count: int) -> Iterator[int]:
 
 def _inputs_and_targets(windows_BT: np.ndarray) -> Batch:
     """Windows [B, S + 1] to inputs [B, S] and targets [B, S]."""
-    return windows_BT[:, :-1], windows_BT[:, 1:]
+    return Batch(windows_BT[:, :-1], windows_BT[:, 1:])

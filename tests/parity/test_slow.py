@@ -35,12 +35,12 @@ import sys
 import conftest, jax, cases, test_training
 case = next(c for c in cases.covering_array() if str(c) == sys.argv[1])
 program = test_training.build(case)
-weights = test_training.initial_weights(case.family, case.layers, case.tied)
+weights = test_training.initial_weights(case.family, case.depth, case.tied)
 losses = []
 with jax.set_mesh(program.mesh):
     state = jax.jit(program.place, out_shardings=program.state_shardings)(weights)
-    for tokens, targets in test_training.batches(program, 10):
-        state, metrics = program.train_step(state, program.batch(tokens, targets))
+    for batch in test_training.batches(program, 10):
+        state, metrics = program.train_step(state, program.batch(batch))
         losses.append(float(metrics.loss).hex())
 print(*losses)
 """
@@ -75,8 +75,8 @@ def train_on_text(parallel: Parallel, precision: str, steps: int) -> list[float]
     losses = []
     with jax.set_mesh(program.mesh):
         state = program.init(jax.random.key(0))
-        for tokens, targets in text_batches(run):
-            state, metrics = program.train_step(state, program.batch(tokens, targets))
+        for batch in text_batches(run):
+            state, metrics = program.train_step(state, program.batch(batch))
             losses.append(float(metrics.loss))
     return losses
 

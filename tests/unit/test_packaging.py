@@ -30,10 +30,10 @@ LAYERS = (
     ("validate",),
     ("machine", "model_files"),
     ("schedule", "config"),
-    ("environment", "hlo", "shape"),
+    ("environment", "hlo", "shape", "stages"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-WITHOUT_JAX = ("cli", "config", "environment", "hlo", "machine", "schedule", "shape", "validate")
+WITHOUT_JAX = ("cli", "config", "environment", "hlo", "machine", "schedule", "shape", "stages", "validate")
 
 
 def imports(path: Path) -> Iterator[str]:
