@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parallax.config import SECTIONS, ConfigError, RunConfig, build, either, read, show
+from parallax.config import SECTIONS, ConfigError, Parallel, RunConfig, build, either, read, show
 from parallax.machine import Machine, load_machine
 from parallax.model_files import load_model
 from parallax.schedule.order import MAX_OPS
@@ -112,8 +112,6 @@ def _nearest_size(
 def _check_layout(config: RunConfig) -> Iterator[str]:
     """Rules between the run file's own keys."""
     parallel, train, optimizer = config.parallel, config.train, config.optimizer
-    if parallel.cp > 1:
-        yield f"parallel.cp = {parallel.cp}: context parallelism is not built yet; use 1"
     if parallel.ep > 1:
         yield f"parallel.ep = {parallel.ep}: expert parallelism is not built yet; use 1"
     v = parallel.virtual_stages
@@ -130,10 +128,10 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
                 f"parallel.skip_idle = true needs parallel.{axis} = 1, not {getattr(parallel, axis)}: a branch must "
                 f"hold no collective; use skip_idle = false or {axis} = 1"
             )
-    if parallel.sequence_parallel and train.seq_len % parallel.tp:
+    if train.seq_len % (step := _sequence_step(parallel)):
         yield (
-            f"train.seq_len = {train.seq_len} is not a multiple of parallel.tp = {parallel.tp}, as sequence parallel "
-            f"needs; use {_nearest_multiples(train.seq_len, parallel.tp)}"
+            f"train.seq_len = {train.seq_len} is not a multiple of {step}, as {_sequence_rules(parallel)}; "
+            f"use {_nearest_multiples(train.seq_len, step)}"
         )
     ranks = parallel.dp * parallel.ep * train.micro_batch_size
     if train.global_batch_size % ranks:
@@ -203,19 +201,12 @@ def _check_model(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         if ff % tp:
             yield f"parallel.tp = {tp} does not divide model.ff = {ff}; use {_nearest(tp, works)}"
     pp, v = parallel.pp, parallel.virtual_stages
-    if layers % (pp * v):
-        rule = "do not divide" if pp * v <= layers else "are more than"
+    if pp * v > layers:
         yield (
-            f"parallel.pp {pp} x parallel.virtual_stages {v} = {pp * v} stages {rule} model.layers = {layers}; "
-            f"use a product of {_nearest(pp * v, _divisors(layers))}"
+            f"parallel.pp {pp} x parallel.virtual_stages {v} = {pp * v} stages are more than model.layers = {layers}; "
+            f"use a product of at most {layers}"
         )
     least = 256 if config.data.tokenizer == "bytes" else 1
-    if shape.vocab_size % (pp * tp):
-        yield (
-            f"model.vocab_size = {shape.vocab_size} is not a multiple of parallel.pp {pp} x parallel.tp {tp} = "
-            f"{pp * tp}; use model.vocab_size = {_nearest_multiples(shape.vocab_size, pp * tp, least)}, "
-            f"or a product of {_nearest(pp * tp, _divisors(shape.vocab_size))}"
-        )
     if shape.vocab_size < least:
         tokenizer = f"data.tokenizer = {show(config.data.tokenizer)}"
         yield f"model.vocab_size = {shape.vocab_size} is less than the {least} of {tokenizer}; use {least} or more"
@@ -254,9 +245,22 @@ def _working_tp(config: RunConfig, shape: ModelShape) -> list[int]:
     """The sizes of parallel.tp that every layer and, where it is split, the sequence allow."""
     split = [size for layer in shape.layers for size in (layer.heads, layer.ff)]
     if config.parallel.sequence_parallel:
-        split.append(config.train.seq_len)
+        split.append(config.train.seq_len // math.gcd(config.train.seq_len, config.parallel.cp))
     groups = {layer.kv_heads for layer in shape.layers}
     return [tp for tp in _divisors(math.gcd(*split)) if not any(kv % tp and tp % kv for kv in groups)]
+
+
+def _sequence_step(parallel: Parallel) -> int:
+    """What train.seq_len must be a multiple of."""
+    tp = parallel.tp if parallel.sequence_parallel else 1
+    return tp if parallel.cp == 1 else math.lcm(2 * parallel.cp, tp * parallel.cp)
+
+
+def _sequence_rules(parallel: Parallel) -> str:
+    """Why."""
+    tp = f"parallel.tp = {parallel.tp} with sequence parallel" * (parallel.sequence_parallel and parallel.tp > 1)
+    cp = f"parallel.cp = {parallel.cp} with two chunks a rank" * (parallel.cp > 1)
+    return f"{' and '.join(filter(None, (cp, tp)))} needs"
 
 
 def _divisors(n: int) -> list[int]:
