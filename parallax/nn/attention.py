@@ -76,22 +76,22 @@ def _attend(layout: Layout | None, q_BSHC, k_BSKC, v_BSKC, positions: Positions)
     return _core(layout, q, k, v, chunks).transpose(1, 0, 4, 2, 3, 5).reshape(B, S, H, C)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(layout, q, k, v, positions):
-    return _forward(layout, q, k, v, positions)[0]
+def _core(layout: Layout | None, q, k, v, positions: Positions):
+    @jax.custom_vjp
+    def core(q, k, v, positions):
+        return _forward(layout, q, k, v, positions)[0]
 
+    def forward(q, k, v, positions):
+        out, lse = _forward(layout, q, k, v, positions)
+        out, lse = keep(out, ATTENTION), keep(lse, ATTENTION)
+        return out, (q, k, v, positions, out, lse)
 
-def _core_forward(layout, q, k, v, positions):
-    out, lse = _forward(layout, q, k, v, positions)
-    out, lse = keep(out, ATTENTION), keep(lse, ATTENTION)
-    return out, (q, k, v, positions, out, lse)
+    def backward(kept, dout):
+        q, k, v, positions, out, lse = kept
+        return *_backward(layout, q, k, v, positions, out, lse, dout), None
 
-
-def _core_backward(layout, kept, dout):
-    return *_backward(layout, *kept, dout), None
-
-
-_core.defvjp(_core_forward, _core_backward)
+    core.defvjp(forward, backward)
+    return core(q, k, v, positions)
 
 
 # Which keys meet which queries
@@ -113,7 +113,7 @@ def _visits(layout: Layout | None, k, v, positions_NS) -> Iterator[_Visit]:
         yield _Visit(k, v, positions_NS, ((0, 0),))
     elif layout.context == "all_gather":
         everywhere = jnp.concatenate([layout.positions(rank, positions_NS.size) for rank in range(layout.cp)])
-        yield _Visit(*(_gather(a) for a in (k, v)), everywhere[None], ((0, 0), (1, 0)))
+        yield _Visit(_gather(k), _gather(v), everywhere[None], ((0, 0), (1, 0)))
     else:
         rank, kv = lax.axis_index("cp"), (k, v)
         for step in range(layout.cp):
@@ -122,7 +122,7 @@ def _visits(layout: Layout | None, k, v, positions_NS) -> Iterator[_Visit]:
             source = (rank - step) % layout.cp
             positions = layout.positions(source, positions_NS.size).reshape(positions_NS.shape)
             same = jnp.where(source < rank, 0, 1)
-            yield _Visit(*kv, positions, ((1, 0), (same, same)) if step else ((0, 0), (1, 0), (1, 1)))
+            yield _Visit(kv[0], kv[1], positions, ((1, 0), (same, same)) if step else ((0, 0), (1, 0), (1, 1)))
             kv = ahead
 
 
@@ -213,9 +213,8 @@ def _forward(layout, q, k, v, positions: Positions):
 def _backward(layout, q, k, v, positions: Positions, out, lse, dout):
     """Gradients of q, k and v. Those of keys and values are summed in float32 as they follow these round the ring,
     one hop behind, and one hop more brings them home."""
-    ring = layout is not None and layout.context == "ring"
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
-    dq, d_kv = jnp.zeros(q.shape, jnp.float32), None
+    dq, d_kv = jnp.zeros(q.shape, jnp.float32), []
     for visit in _visits(layout, k, v, positions.positions_S):
         here = [jnp.zeros(visit.k.shape, jnp.float32)] * 2
         for i, j in visit.pairs:
@@ -224,10 +223,8 @@ def _backward(layout, q, k, v, positions: Positions, out, lse, dout):
             dq_i, *d_j = _gradients(q_i, visit.k[j], visit.v[j], positions_i, visit.positions[j], *rest)
             dq = dq.at[i].add(dq_i)
             here = [total.at[j].add(d) for total, d in zip(here, d_j, strict=True)]
-        d_kv = here if d_kv is None else jax.tree.map(jnp.add, ring_shift(d_kv, "cp", 1), here)
-    if ring:
-        d_kv = ring_shift(d_kv, "cp", 1)
-    elif layout is not None:
-        d_kv = [_scatter(d, k) for d in d_kv]
+        d_kv = jax.tree.map(jnp.add, ring_shift(d_kv, "cp", 1), here) if d_kv else here
+    if layout is not None:
+        d_kv = ring_shift(d_kv, "cp", 1) if layout.context == "ring" else [_scatter(d, k) for d in d_kv]
     dk, dv = d_kv
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

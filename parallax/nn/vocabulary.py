@@ -7,8 +7,6 @@ the ranks that share a loss appears. Without a layout the same functions are the
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -77,12 +75,28 @@ def cross_entropy(x_BSD: jax.Array, output: Embedding, targets_BS: jax.Array) ->
     """Mean over tokens of -log softmax(x · output)[target], in nats; the same number on every pipeline rank.
 
     `x_BSD` comes in the form between layers, and so does its gradient."""
-    return _cross_entropy(output.vocab_size, x_BSD, output.table[...], targets_BS)
+    layout, vocab_size = current(), output.vocab_size
 
+    @jax.custom_vjp
+    def loss(x_BSD, table_VD, targets_BS):
+        return _softmax(vocab_size, x_BSD, table_VD, targets_BS)[0]
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(vocab_size, x_BSD, table_VD, targets_BS):
-    return _softmax(vocab_size, x_BSD, table_VD, targets_BS)[0]
+    def forward(x_BSD, table_VD, targets_BS):
+        loss, exp_BSV, sum_BS, hit_BSV = _softmax(vocab_size, x_BSD, table_VD, targets_BS)
+        dlogits_BSV = (exp_BSV / sum_BS[..., None] - hit_BSV) / targets_BS.size
+        return loss, (x_BSD, table_VD, dlogits_BSV.astype(x_BSD.dtype))
+
+    def backward(kept, dloss):
+        x_BSD, table_VD, dlogits_BSV = kept
+        dlogits_BSV = dlogits_BSV * dloss.astype(dlogits_BSV.dtype)
+        dtable_VD = jnp.einsum("bsd,bsv->vd", gather_sequence(x_BSD), dlogits_BSV)
+        dx_BSD = jnp.einsum("bsv,vd->bsd", dlogits_BSV, table_VD)
+        if layout is not None:
+            dx_BSD = psum(constrain(dx_BSD, layout.sequence), "pp")
+        return dx_BSD, dtable_VD, None
+
+    loss.defvjp(forward, backward)
+    return loss(x_BSD, output.table[...], targets_BS)
 
 
 def _softmax(vocab_size, x_BSD, table_VD, targets_BS):
@@ -99,23 +113,3 @@ def _softmax(vocab_size, x_BSD, table_VD, targets_BS):
     sum_BS = psum(exp_BSV.sum(-1), "pp")
     target_BS = psum(jnp.where(hit_BSV, logits_BSV, 0).sum(-1), "pp")
     return jnp.mean(jnp.log(sum_BS) + top_BS - target_BS), exp_BSV, sum_BS, hit_BSV
-
-
-def _forward(vocab_size, x_BSD, table_VD, targets_BS):
-    loss, exp_BSV, sum_BS, hit_BSV = _softmax(vocab_size, x_BSD, table_VD, targets_BS)
-    dlogits_BSV = (exp_BSV / sum_BS[..., None] - hit_BSV) / targets_BS.size
-    return loss, (x_BSD, table_VD, dlogits_BSV.astype(x_BSD.dtype))
-
-
-def _backward(_, kept, dloss):
-    x_BSD, table_VD, dlogits_BSV = kept
-    layout = current()
-    dlogits_BSV = dlogits_BSV * dloss.astype(dlogits_BSV.dtype)
-    dtable_VD = jnp.einsum("bsd,bsv->vd", gather_sequence(x_BSD), dlogits_BSV)
-    dx_BSD = jnp.einsum("bsv,vd->bsd", dlogits_BSV, table_VD)
-    if layout is not None:
-        dx_BSD = psum(constrain(dx_BSD, layout.sequence), "pp")
-    return dx_BSD, dtable_VD, None
-
-
-_cross_entropy.defvjp(_forward, _backward)

@@ -59,7 +59,8 @@ def llama_layer(config, w, x, starts):
 def gpt_layer(config, w, x, starts):
     heads = lambda a: a.reshape(*a.shape[:2], config.heads, -1)
     h = layer_norm(w["attention_norm"], x, config.norm_epsilon)
-    a = attention(*(heads(linear(w[n], h)) for n in ("query", "key", "value")), starts)
+    q, k, v = (heads(linear(w[n], h)) for n in ("query", "key", "value"))
+    a = attention(q, k, v, starts)
     x = x + linear(w["out"], a.reshape(x.shape))
     u = linear(w["up"], layer_norm(w["ff_norm"], x, config.norm_epsilon))
     gelu = 0.5 * u * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3)))
