@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NoReturn
 
-from parallax.schedule.order import Op, ScheduleError
+from parallax.schedule.op import Op, ScheduleError
 from parallax.schedule.table import Row, Run, TickTable, check_complete
 
 Values = list[Op | None]  # each value is named by the op that made it; None is what nobody meant
