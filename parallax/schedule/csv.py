@@ -214,7 +214,7 @@ def _completeness(sheet: _Sheet) -> Iterator[str]:
     for op, (_, column) in place.items():
         forward = Op("F", op.stage, op.microbatch)
         if op.kind == "B" and forward in place and place[forward][1] > column:
-            yield f"{sheet.cell(op)} comes before its forward {forward} in column {place[forward][1]}; move it after that"
+            yield f"{sheet.cell(op)} comes before its forward, in column {place[forward][1]}; move it after that"
 
 
 def _some(things: Sequence[Op | int]) -> str:

@@ -238,8 +238,8 @@ def _top_spare(spare: np.ndarray, used: np.ndarray) -> int:
 
 def _runs(view: Row[np.ndarray]) -> tuple[Run, ...]:
     """Stretches of equal kind. A phase runs in every tick between its first and its last op, also where no rank uses
-    it, since what was sent in one of its ticks arrives in the next. A schedule begins with a forward and ends with its last
-    backward, so there are at most three stretches: forward only, both (not for GPipe), backward only."""
+    it, since what was sent in one of its ticks arrives in the next. A schedule begins with a forward and ends with a
+    backward, if it has any, so there are at most three stretches: forward only, both (not in GPipe), backward only."""
     ticks = len(view.f_valid)
 
     def between(valid: np.ndarray) -> np.ndarray:
