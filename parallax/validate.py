@@ -182,10 +182,10 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
     except ScheduleError as error:
         yield from (f"parallel.schedule: {problem}" for problem in error.problems)
         return
-    for key, has in (("pp", "lines, a line for each rank"), ("virtual_stages", "stages on each line")):
+    for key, what in (("pp", "the number of its lines"), ("virtual_stages", "the number of stages on a line")):
         given, found = getattr(parallel, key), getattr(schedule, key)
         if given != found:
-            yield f"parallel.{key} = {given}, but {where} has {found} {has}; use {key} = {found}"
+            yield f"parallel.{key} = {given}, but {where} is for {found}, {what}; use {key} = {found}"
     ranks = parallel.dp * parallel.ep * train.micro_batch_size
     m = schedule.microbatches
     if train.global_batch_size % ranks == 0 and config.microbatches != m:

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         _write_whole("--csv", Path(args.csv), to_csv(table.schedule))
     shape = schedule.pp, schedule.virtual_stages, schedule.microbatches
     facts = measure(table, bubble_formula(schedule.name, *shape) if built_in else None)
-    if warning := lockstep_warning(table):
+    if not built_in and (warning := lockstep_warning(table)):
         print(f"warning: {warning}", file=sys.stderr)
     if args.json:
         print(json.dumps(facts))

@@ -130,9 +130,7 @@ def _malformed(text: str) -> str:
     if OP.fullmatch(text.upper()):
         return f"is in lower case; use {text.upper()}"
     if LARGE.fullmatch(text):
-        return (
-            f"has a number of more than seven digits, and a schedule has at most {MAX_OPS} forwards; use smaller ones"
-        )
+        return f"has a number of more than seven digits, and at most {MAX_OPS} forwards can be run; use smaller ones"
     if split := SPLIT_BACKWARD.fullmatch(text):
         halves = "I and W are the halves of a split backward, and this executor runs full backwards only"
         return f"is not run: {halves}; use {split[1]}B{split[2]} in place of both"

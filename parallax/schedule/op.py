@@ -62,6 +62,7 @@ def needs(op: Op, stages: int) -> list[Op]:
 def walk(schedule: Schedule) -> tuple[list[Op], list[Op]]:
     """→ (ran, stuck): the ops of all ranks, each after the one before it on its rank and after what it needs, as far
     as that goes; and for each rank that cannot finish, the op that it waits to run."""
+    stages = schedule.stages
     queues = [list(reversed(order)) for order in schedule.orders]
     ran: list[Op] = []
     done: set[Op] = set()
@@ -70,7 +71,7 @@ def walk(schedule: Schedule) -> tuple[list[Op], list[Op]]:
     while awake:
         queue = queues[rank := awake.pop()]
         while queue:
-            missing = next((need for need in needs(queue[-1], schedule.stages) if need not in done), None)
+            missing = next((need for need in needs(queue[-1], stages) if need not in done), None)
             if missing:
                 waiting.setdefault(missing, []).append(rank)
                 break

@@ -65,12 +65,12 @@ def simulate_free(schedule: Schedule, forward_cost: Cost = 1, backward_cost: Cos
     forward, backward = Fraction(forward_cost), Fraction(backward_cost)
     unit = lcm(forward.denominator, backward.denominator)  # whole numbers are exact and fast
     cost = {"F": int(forward * unit), "B": int(backward * unit)}
+    stages = schedule.stages
     stop: dict[Op, int] = {}
     free = [0] * schedule.pp
     for op in sequence(schedule):
         rank = op.stage % schedule.pp
-        start = max([free[rank], *(stop[need] for need in needs(op, schedule.stages))])
-        free[rank] = stop[op] = start + cost[op.kind]
+        free[rank] = stop[op] = max([free[rank], *map(stop.__getitem__, needs(op, stages))]) + cost[op.kind]
     total = Fraction(max(free), unit * schedule.virtual_stages)
     return _simulation(schedule, total, forward, backward)
 

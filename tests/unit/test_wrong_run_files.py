@@ -84,11 +84,15 @@ WRONG = {
     ),
     "csv of other ranks": (
         {"parallel.schedule": '"mine.csv"', "parallel.pp": "4"},
-        *("parallel.pp = 4", 'mine.csv" has 2 lines, a line for each rank', "use pp = 2"),
+        *("parallel.pp = 4", 'mine.csv" is for 2, the number of its lines', "use pp = 2"),
     ),
     "csv of other chunks": (
         {"parallel.schedule": '"mine.csv"', "parallel.virtual_stages": "2"},
-        *("parallel.virtual_stages = 2", 'mine.csv" has 1 stages on each line', "use virtual_stages = 1"),
+        *(
+            "parallel.virtual_stages = 2",
+            'mine.csv" is for 1, the number of stages on a line',
+            "use virtual_stages = 1",
+        ),
     ),
     "csv of other microbatches": (
         {"parallel.schedule": '"mine.csv"', "train.global_batch_size": "16"},
