@@ -50,10 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """→ exit status 0. Raises ScheduleError where the numbers do not fit or a file cannot be read or written."""
-    problems = [*(_size_problems(args) if args.kind in GENERATORS else []), *_file_problems(args)]
-    if problems:
-        raise ScheduleError(*problems)
     built_in = args.kind in GENERATORS
+    if problems := [*(_size_problems(args) if built_in else []), *_file_problems(args)]:
+        raise ScheduleError(*problems)
     if built_in:
         schedule = make_schedule(args.kind, args.pp, args.virtual_stages or 1, args.microbatches)
     else:
