@@ -6,6 +6,7 @@ A problem is one line of three parts: the value, the rule, the nearest values th
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parallax.config import SECTIONS, ConfigError, Parallel, RunConfig, build, either, read, show
+from parallax.config import SCHEDULES, SECTIONS, ConfigError, Parallel, RunConfig, brief, build, either, read, show
 from parallax.machine import Machine, load_machine
 from parallax.model_files import load_model
-from parallax.schedule.order import MAX_OPS
+from parallax.schedule.csv import read_csv
+from parallax.schedule.op import MAX_OPS, ScheduleError
 from parallax.shape import ModelShape
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
@@ -49,7 +51,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
             shape = model_config.shape()
         except ConfigError as error:
             problems += error.problems
-    across = [*_check_layout(config), *_check_log(config)]
+    across = [*_check_layout(config), *_check_schedule(config), *_check_log(config)]
     if shape is not None:
         across += _check_model(config, shape)
     if machine is not None:
@@ -73,6 +75,7 @@ def check(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:
     ]
     return keys or [
         *_check_layout(config),
+        *_check_schedule(config),
         *_check_log(config),
         *_check_model(config, shape),
         *_check_machine(config, machine),
@@ -86,9 +89,11 @@ def check_devices(config: RunConfig, available: int | None, shape: ModelShape | 
         return []
     product = " x ".join(f"{axis} {getattr(config.parallel, axis)}" for axis in AXES)
     limit = f"{available} are available" if available is not None else f"at most {MAX_EMULATED_DEVICES} are emulated"
+    # A schedule from a file holds for its own pp and, with the batch as it is, dp.
+    axes = ("tp",) if config.parallel.schedule.endswith(".csv") else ("dp", "pp", "tp")
     nearest = [
         f"parallel.{axis} = {size}"
-        for axis in ("dp", "pp", "tp")
+        for axis in axes
         if (size := _nearest_size(config, axis, fits, available or MAX_EMULATED_DEVICES, shape))
     ]
     use = either(nearest) if nearest else f"sizes whose product is {available or MAX_EMULATED_DEVICES}"
@@ -115,7 +120,7 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
     if parallel.ep > 1:
         yield f"parallel.ep = {parallel.ep}: expert parallelism is not built yet; use 1"
     v = parallel.virtual_stages
-    if v > 1 and parallel.schedule != "interleaved":
+    if v > 1 and parallel.schedule in SCHEDULES and parallel.schedule != "interleaved":
         yield (
             f'parallel.virtual_stages = {v} needs parallel.schedule = "interleaved", not {show(parallel.schedule)}; '
             'use virtual_stages = 1 or schedule = "interleaved"'
@@ -151,6 +156,40 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps} must be at most train.steps = {train.steps}; "
             f"use {train.steps} or less"
+        )
+
+
+def _check_schedule(config: RunConfig) -> Iterator[str]:
+    """Whether the schedule is known; of a CSV file, whether it can be run and has the sizes of the run file."""
+    parallel, train = config.parallel, config.train
+    name = parallel.schedule
+    where = f"parallel.schedule = {brief(name)}"
+    if name in SCHEDULES:
+        return
+    if not name.endswith(".csv"):
+        closest = sorted(SCHEDULES, key=lambda known: difflib.SequenceMatcher(None, known, name).ratio(), reverse=True)
+        yield f"{where} is not a schedule; use {either([*map(show, closest), 'a .csv file'])}"
+        return
+    if train.rampup_batch_size:
+        yield (
+            f"train.rampup_batch_size = {show(train.rampup_batch_size)} changes the microbatches of a step, which "
+            f"{where} fixes; use rampup_batch_size = [] or a schedule of {either(map(show, SCHEDULES))}"
+        )
+    try:
+        schedule = read_csv(name)
+    except ScheduleError as error:
+        yield from (f"parallel.schedule: {problem}" for problem in error.problems)
+        return
+    for key, what in (("pp", "the number of its lines"), ("virtual_stages", "the number of stages on a line")):
+        given, found = getattr(parallel, key), getattr(schedule, key)
+        if given != found:
+            yield f"parallel.{key} = {given}, but {where} is for {found}, {what}; use {key} = {found}"
+    ranks = parallel.dp * parallel.ep * train.micro_batch_size
+    m = schedule.microbatches
+    if train.global_batch_size % ranks == 0 and config.microbatches != m:
+        yield (
+            f"train.global_batch_size = {train.global_batch_size} makes {config.microbatches} microbatches, but "
+            f"{where} has {m}; use global_batch_size = {m * ranks}"
         )
 
 

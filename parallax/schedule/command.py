@@ -50,10 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """→ exit status 0. Raises ScheduleError where the numbers do not fit or a file cannot be read or written."""
-    problems = [*(_size_problems(args) if args.kind in GENERATORS else []), *_file_problems(args)]
-    if problems:
-        raise ScheduleError(*problems)
     built_in = args.kind in GENERATORS
+    if problems := [*(_size_problems(args) if built_in else []), *_file_problems(args)]:
+        raise ScheduleError(*problems)
     if built_in:
         schedule = make_schedule(args.kind, args.pp, args.virtual_stages or 1, args.microbatches)
     else:
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         _write_whole("--csv", Path(args.csv), to_csv(table.schedule))
     shape = schedule.pp, schedule.virtual_stages, schedule.microbatches
     facts = measure(table, bubble_formula(schedule.name, *shape) if built_in else None)
-    if warning := lockstep_warning(table):
+    if not built_in and (warning := lockstep_warning(table)):
         print(f"warning: {warning}", file=sys.stderr)
     if args.json:
         print(json.dumps(facts))
@@ -127,7 +126,7 @@ def _file_problems(args: argparse.Namespace) -> list[str]:
     files = {"--kind": args.kind.endswith(".csv") and args.kind, "--svg": args.svg, "--csv": args.csv}
     for (one, name), (other, same) in combinations(files.items(), 2):
         if name and same and os.path.realpath(name) == os.path.realpath(same):
-            lines.append(f"{one} and {other} both name {same}; use two files")
+            lines.append(f"{one} and {other} both name {name}; use two files")
     return lines
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallax.config import ConfigError
+from parallax.schedule import make_schedule, to_csv
 from parallax.validate import check, check_devices, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,12 @@ MODEL_FILES = {
     "no_shape": CONFIG.format("int"),
 }
 
+SCHEDULES = {  # of two ranks
+    "mine": "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n",
+    "chunks": to_csv(make_schedule("interleaved", 2, 2, 4)),
+    "ring": "0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0\n",
+}
+
 # Keys that differ from GOOD (None: left out), and fragments of one line: the value, the rule, the nearest values.
 WRONG = {
     "unknown key": ({"parallel.fsdp": "2"}, "parallel.fsdp = 2", "not a known key", "use parallel.dp"),
@@ -60,11 +67,44 @@ WRONG = {
     "not positive": ({"parallel.dp": "0"}, "parallel.dp = 0", "must be at least 1", "use 1 or more"),
     "not a fraction": ({"data.valid_fraction": "1.5"}, "= 1.5", "greater than 0 and less than 1", "0.05"),
     "learning rate": ({"optimizer.learning_rate": "0"}, "learning_rate = 0", "greater than 0", "0.0003"),
-    "schedule from csv": (
-        {"parallel.schedule": '"a.csv"'},
-        '"a.csv"',
-        "not a choice",
-        '"1f1b", "interleaved" or "gpipe"',
+    "unknown schedule": (
+        {"parallel.schedule": '"1f1"'},
+        *('parallel.schedule = "1f1" is not a schedule', 'use "1f1b", "interleaved", "gpipe" or a .csv file'),
+    ),
+    "no schedule": ({"parallel.schedule": '""'}, 'parallel.schedule = "" is not a schedule', "or a .csv file"),
+    "no such csv": ({"parallel.schedule": '"none.csv"'}, "parallel.schedule: ", "none.csv: No such file", "a CSV file"),
+    "csv with a NUL": ({"parallel.schedule": '"a\\u0000.csv"'}, "not the path of a file", "use that of a CSV file"),
+    "csv that cannot run": (
+        {"parallel.schedule": '"ring.csv"'},
+        *(
+            "ring.csv: ranks wait for each other",
+            'line 1, column 2: "0B0" waits for 1B0 (line 2, column 4)',
+            "move one",
+        ),
+    ),
+    "csv of other ranks": (
+        {"parallel.schedule": '"mine.csv"', "parallel.pp": "4"},
+        *("parallel.pp = 4", 'mine.csv" is for 2, the number of its lines', "use pp = 2"),
+    ),
+    "csv of other chunks": (
+        {"parallel.schedule": '"mine.csv"', "parallel.virtual_stages": "2"},
+        *(
+            "parallel.virtual_stages = 2",
+            'mine.csv" is for 1, the number of stages on a line',
+            "use virtual_stages = 1",
+        ),
+    ),
+    "csv of other microbatches": (
+        {"parallel.schedule": '"mine.csv"', "train.global_batch_size": "16"},
+        *("train.global_batch_size = 16 makes 8 microbatches", 'mine.csv" has 4', "use global_batch_size = 8"),
+    ),
+    "csv with a ramp": (
+        {"parallel.schedule": '"mine.csv"', "train.rampup_batch_size": "[2, 2, 100]"},
+        *("train.rampup_batch_size = [2, 2, 100]", 'mine.csv" fixes', "use rampup_batch_size = [] or a schedule of"),
+    ),
+    "csv on too many devices": (  # dp and pp are the file's
+        {"parallel.schedule": '"mine.csv"', "parallel.dp": "256", "train.global_batch_size": "1024"},
+        *("x dp 256 x", "= 1024, but at most 512 are emulated", "use parallel.tp = 1"),
     ),
     "data from a path": ({"data.source": '"/data"'}, '"/data"', "not a choice", '"python-stdlib" or "synthetic"'),
     "heads by tp": ({"parallel.tp": "8"}, "parallel.tp = 8", "does not divide model.heads = 4", "use 1, 2 or 4"),
@@ -173,6 +213,8 @@ def write(folder: Path, changes: Mapping[str, str | None]) -> Path:
     path.write_text("\n".join(line for name, keys in sections.items() for line in (f"[{name}]", *keys)))
     for name, text in MODEL_FILES.items():
         (folder / f"{name}.py").write_text(text)
+    for name, text in SCHEDULES.items():
+        (folder / f"{name}.csv").write_text(text)
     return path
 
 
@@ -185,6 +227,15 @@ def problems(path: Path) -> list[str]:
 def test_the_good_one_is_good(tmp_path: Path):
     resolved = resolve(write(tmp_path, {}))
     assert (resolved.config.devices, resolved.config.microbatches, len(resolved.shape.layers)) == (8, 4, 8)
+
+
+def test_schedules_from_files(tmp_path: Path):
+    resolved = resolve(write(tmp_path, {"parallel.schedule": '"mine.csv"'}))
+    assert resolved.config.parallel.schedule == str(tmp_path / "mine.csv")
+    resolve(write(tmp_path, {"parallel.schedule": '"chunks.csv"', "parallel.virtual_stages": "2"}))
+    (tmp_path / "one.csv").write_text("0F0,0B0,0F1,0B1\n")
+    one = {"parallel.schedule": '"one.csv"', "parallel.pp": "1", "train.global_batch_size": "4"}
+    resolve(write(tmp_path, one))
 
 
 @pytest.mark.parametrize("name", WRONG)
