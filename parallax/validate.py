@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parallax.config import SECTIONS, ConfigError, RunConfig, build, either, read, show
+from parallax.config import SECTIONS, ConfigError, Data, RunConfig, build, either, read, show
 from parallax.machine import Machine, load_machine
 from parallax.model_files import load_model
 from parallax.schedule.order import MAX_OPS
@@ -21,6 +21,7 @@ from parallax.shape import ModelShape
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
 MAX_EMULATED_DEVICES = 512
+MAX_WEIGHT_RATIO = 1e6  # of two sources of a mixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
             shape = model_config.shape()
         except ConfigError as error:
             problems += error.problems
-    across = [*_check_layout(config), *_check_log(config)]
+    across = [*_check_layout(config), *check_sources(config.data), *_check_log(config)]
     if shape is not None:
         across += _check_model(config, shape)
     if machine is not None:
@@ -73,6 +74,7 @@ def check(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:
     ]
     return keys or [
         *_check_layout(config),
+        *check_sources(config.data),
         *_check_log(config),
         *_check_model(config, shape),
         *_check_machine(config, machine),
@@ -154,6 +156,25 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
             f"optimizer.warmup_steps = {optimizer.warmup_steps} must be at most train.steps = {train.steps}; "
             f"use {train.steps} or less"
         )
+
+
+def check_sources(data: Data) -> Iterator[str]:
+    """Rules of a mixture's weights. What its sources hold is looked at when they are opened."""
+    if not isinstance(data.source, dict):
+        return
+    if not data.source:
+        yield 'data.source = {} names no source; use for example {"python-stdlib" = 1.0}'
+    wrong = {name: weight for name, weight in data.source.items() if not 0 < weight < math.inf}
+    for name, weight in wrong.items():
+        rule = "must be finite and greater than 0; use for example 1.0, or leave the source out"
+        yield f"data.source: the weight {weight} of {show(name)} {rule}"
+    if not data.source or wrong:
+        return
+    least = min(data.source, key=data.source.__getitem__)
+    bound = max(data.source.values()) / MAX_WEIGHT_RATIO
+    if data.source[least] < bound:
+        where = f"data.source: the weight {data.source[least]} of {show(least)}"
+        yield f"{where} must be at least a millionth of the largest; use {bound} or more"
 
 
 def _check_log(config: RunConfig) -> Iterator[str]:
