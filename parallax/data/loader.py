@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -117,9 +117,10 @@ class TrainStream:
 
     def batch(self, start: int, size: int) -> Batch:
         """Samples `start` to `start + size - 1` of the stream, counted from 0."""
-        return _stack([self._samples[index] for index in range(start, start + size)])
+        samples = [self._samples[index] for index in range(start, start + size)]
+        return _stack([sample for sample in samples if sample is not None])  # None: dropped, as nothing here does
 
-    def iterate(self, start: int, sizes: Iterable[int]) -> Iterator[Batch]:
+    def iterate(self, start: int, sizes: Iterable[int]) -> Generator[Batch, None, None]:
         """Batches of `sizes` from sample `start` on, read ahead by threads.
 
         What goes wrong in reading one is raised where that batch would have come.

@@ -19,7 +19,7 @@ _SHOWN_TOKENS = 6
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """`hash` identifies what it does; `name` is as in the run file. `encode` turns each text into ids [tokens] of `dtype`.
+    """`hash` identifies what it does; `name` is as in the run file. `encode` turns a text into ids [tokens], `dtype`.
 
     Texts are bytes for the tokenizer "bytes", else strings. A special token that is written out in a text becomes that
     token; none is added.
@@ -45,22 +45,22 @@ class Tokenizer:
 def open_tokenizer(name: str, separator: str, setting: str = "data.{} =") -> Tokenizer:
     """`name`: "bytes" or the path of a tokenizer.json; `separator` empty: its end-of-text token, or byte 0.
 
-    `setting` is how messages name "tokenizer" and "separator". Raises ConfigError where the file is no
-    tokenizer, or the separator no token of it.
+    `setting` is how messages name "tokenizer" and "separator". Raises ConfigError where the file is no tokenizer, or
+    the separator no token of it.
     """
-    if name == "bytes":
-        return _bytes(separator, setting)
     where = f"{setting.format('tokenizer')} {show(name)}"
+    where_separator = f"{setting.format('separator')} {show(separator)}"
+    if name == "bytes":
+        return _bytes(separator, where_separator)
     if not name or "\0" in name:
         raise ConfigError([f'{where} is not a path; use "bytes" or the path of a tokenizer.json'])
-    from tokenizers import Tokenizer as Library  # here: most runs need none
-
-    path = Path(name)
     try:
-        text = path.read_bytes()
+        text = Path(name).read_bytes()
     except OSError as error:
         message = f'{where} cannot be read: {error.strerror}; use "bytes" or the path of a tokenizer.json'
         raise ConfigError([message]) from error
+    from tokenizers import Tokenizer as Library  # here: most runs need none
+
     try:
         library = Library.from_buffer(text)
     except Exception as error:  # the library raises nothing more precise
@@ -73,17 +73,13 @@ def open_tokenizer(name: str, separator: str, setting: str = "data.{} =") -> Tok
         raise ConfigError([f"{where} has no tokens; use a trained tokenizer"])
     if not separator:
         separator = next((token for token in END_OF_TEXT if token in vocabulary), "")
-    special = [token.content for token in library.get_added_tokens_decoder().values()]
-    example = f"for example {either(map(show, special[:_SHOWN_TOKENS]))}" if special else "a token of its vocabulary"
-    if not separator:
-        known = either(map(show, END_OF_TEXT))
-        raise ConfigError(
-            [f"{where} has no end-of-text token ({known}); set {setting.format('separator').rstrip(' =')}, {example}"]
-        )
     if separator not in vocabulary:
-        raise ConfigError(
-            [f"{setting.format('separator')} {show(separator)} is no token of {show(name)}; use {example}"]
-        )
+        special = [token.content for token in library.get_added_tokens_decoder().values()][:_SHOWN_TOKENS]
+        use = f"use for example {either(map(show, special))}" if special else "use a token of its vocabulary"
+        if separator:
+            raise ConfigError([f"{where_separator} is no token of {show(name)}; {use}"])
+        what = f"{where_separator} leaves the end-of-text token to {show(name)}"
+        raise ConfigError([f"{what}, which has none of {either(map(show, END_OF_TEXT))}; {use}"])
     vocab_size = max(vocabulary.values()) + 1
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
 
@@ -95,12 +91,10 @@ def open_tokenizer(name: str, separator: str, setting: str = "data.{} =") -> Tok
     return Tokenizer(name, digest, vocab_size, separator, vocabulary[separator], encode)
 
 
-def _bytes(separator: str, setting: str) -> Tokenizer:
+def _bytes(separator: str, where: str) -> Tokenizer:
     encoded = separator.encode(errors="surrogatepass") or b"\0"
     if len(encoded) > 1:
-        where = (
-            f'{setting.format("separator")} {show(separator)} is {len(encoded)} bytes, but a token of "bytes" is one'
-        )
-        raise ConfigError([f"{where}; use one ASCII character, or leave it empty for byte 0"])
+        rule = f'is {len(encoded)} bytes, but a token of "bytes" is one'
+        raise ConfigError([f"{where} {rule}; use one ASCII character, or leave it empty for byte 0"])
     encode = lambda texts: [np.frombuffer(text, np.uint8) for text in texts]
     return Tokenizer("bytes", "bytes", 256, encoded.decode("latin-1"), encoded[0], encode)
