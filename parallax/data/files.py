@@ -163,7 +163,7 @@ def _line_text(line: bytes, where: str, text_key: str) -> str:
         raise ConfigError([f"{where} has no key {show(text_key)} (the text key); {known}"])
     text = value[text_key]
     if not isinstance(text, str):
-        shown = brief(json.dumps(text))
+        shown = json.dumps(text)[:60]
         raise ConfigError([f"{where}: the key {show(text_key)} holds {shown}, not a string; write text or remove it"])
     if found := re.search("[\ud800-\udfff]", text):
         escape = f"\\u{ord(found[0]):x}"
