@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
+import parallax.data.command as tokenize_command
 import parallax.schedule.command as schedule_command
 from parallax.config import ConfigError, read
 from parallax.environment import emulate_devices, keep_32_bits
@@ -94,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     schedule = verbs.add_parser("schedule", help="print, draw and measure a pipeline schedule")
     schedule_command.add_arguments(schedule)
     schedule.set_defaults(run=_schedule)
+    tokenize = verbs.add_parser("tokenize", help="turn text into tokens on disk")
+    tokenize_command.add_arguments(tokenize)
+    tokenize.set_defaults(run=_tokenize)
     return parser
 
 
@@ -107,6 +111,11 @@ def _version() -> str:
 def _schedule(args: argparse.Namespace) -> int:
     with _results():
         return schedule_command.run(args)
+
+
+def _tokenize(args: argparse.Namespace) -> int:
+    with _results():
+        return tokenize_command.run(args)
 
 
 @contextlib.contextmanager

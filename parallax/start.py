@@ -115,19 +115,14 @@ def lock(folder: Path) -> int:
 
 
 def _open(resolved: Resolved) -> Data:
-    train, source = resolved.config.train, resolved.config.data
-    try:
-        data = open_data(
-            source=source.source,
-            valid_fraction=source.valid_fraction,
-            tokenizer=source.tokenizer,
-            seq_len=train.seq_len,
-            global_batch_size=train.global_batch_size,
-            vocab_size=resolved.shape.vocab_size,
-            seed=train.seed,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error).splitlines()) from error
+    train = resolved.config.train
+    data = open_data(
+        resolved.config.data,
+        seq_len=train.seq_len,
+        global_batch_size=train.global_batch_size,
+        vocab_size=resolved.shape.vocab_size,
+        seed=train.seed,
+    )
     most = data.held_out.max_batches
     if train.eval_batches > most:
         raise ConfigError([f"train.eval_batches = {train.eval_batches} is more than are held out; use {most} or less"])

@@ -14,7 +14,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parallax.config import SCHEDULES, SECTIONS, ConfigError, Parallel, RunConfig, brief, build, either, read, show
+from parallax.config import (
+    SCHEDULES,
+    SECTIONS,
+    ConfigError,
+    Data,
+    Parallel,
+    RunConfig,
+    brief,
+    build,
+    either,
+    read,
+    show,
+)
 from parallax.machine import Machine, load_machine
 from parallax.model_files import load_model
 from parallax.schedule.csv import read_csv
@@ -23,6 +35,7 @@ from parallax.shape import ModelShape
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
 MAX_EMULATED_DEVICES = 512
+MAX_WEIGHT_RATIO = 1e6  # of two sources of a mixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +64,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
             shape = model_config.shape()
         except ConfigError as error:
             problems += error.problems
-    across = [*_check_layout(config), *_check_schedule(config), *_check_log(config)]
+    across = [*_check_layout(config), *_check_schedule(config), *check_sources(config.data), *_check_log(config)]
     if shape is not None:
         across += _check_model(config, shape)
     if machine is not None:
@@ -76,6 +89,7 @@ def check(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:
     return keys or [
         *_check_layout(config),
         *_check_schedule(config),
+        *check_sources(config.data),
         *_check_log(config),
         *_check_model(config, shape),
         *_check_machine(config, machine),
@@ -191,6 +205,25 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
             f"train.global_batch_size = {train.global_batch_size} makes {config.microbatches} microbatches, but "
             f"{where} has {m}; use global_batch_size = {m * ranks}"
         )
+
+
+def check_sources(data: Data) -> Iterator[str]:
+    """Rules of a mixture's weights. What its sources hold is looked at when they are opened."""
+    if not isinstance(data.source, dict):
+        return
+    if not data.source:
+        yield 'data.source = {} names no source; use for example {"python-stdlib" = 1.0}'
+    wrong = {name: weight for name, weight in data.source.items() if not 0 < weight < math.inf}
+    for name, weight in wrong.items():
+        rule = "must be finite and greater than 0; use for example 1.0, or leave the source out"
+        yield f"data.source: the weight {weight} of {show(name)} {rule}"
+    if not data.source or wrong:
+        return
+    least = min(data.source, key=data.source.__getitem__)
+    bound = max(data.source.values()) / MAX_WEIGHT_RATIO
+    if data.source[least] < bound:
+        where = f"data.source: the weight {data.source[least]} of {show(least)}"
+        yield f"{where} must be at least a millionth of the largest; use {bound} or more"
 
 
 def _check_log(config: RunConfig) -> Iterator[str]:
