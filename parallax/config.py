@@ -219,7 +219,7 @@ def matches(value: Any, hint: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict) and all(matches(v, args[1]) for v in value.values())
     if origin in (tuple, list):
-        return isinstance(value, list) and all(matches(v, args[0]) for v in value)
+        return isinstance(value, list | tuple) and all(matches(v, args[0]) for v in value)
     return type(value) is hint
 
 

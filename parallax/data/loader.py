@@ -7,15 +7,22 @@ resumes at any step without replaying the ones before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
-Batch = tuple[np.ndarray, np.ndarray]
-"""`(tokens_BS, targets_BS)`, both int32 [global_batch_size, seq_len]; a target is the token after."""
+
+class Batch(NamedTuple):
+    """Arrays int32 [batch size, seq_len]; a target is the token after."""
+
+    tokens_BS: np.ndarray
+    targets_BS: np.ndarray
+    starts_BS: np.ndarray | None = None
+
 
 _PREFETCHED_BATCHES = 2
 
@@ -60,29 +67,28 @@ def check_fills_a_batch(windows: Windows, global_batch_size: int, split: str) ->
 class TrainStream:
     """The training samples, reshuffled every epoch, without end; an epoch holds each sample once.
 
-    Batch k is samples k·B to (k+1)·B - 1 of that stream; a batch may span two epochs.
+    A batch is the samples after a number of others; it may span two epochs.
     """
 
     def __init__(self, windows: WindowSource, global_batch_size: int, seed: int):
         # Grain shuffles epoch e with seed + e: without spreading, seed 1 would begin with the second epoch of seed 0.
         spread_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        samples = grain.MapDataset.source(windows).shuffle(spread_seed).repeat()
-        self._batches = samples.batch(global_batch_size).map(_inputs_and_targets)
+        self._samples = grain.MapDataset.source(windows).shuffle(spread_seed).repeat()
+        self._prefetched = _PREFETCHED_BATCHES * global_batch_size
 
-    def batch(self, step: int) -> Batch:
-        """The batch of `step`, counted from 0."""
-        batch = self._batches[step]
-        assert batch is not None  # no transformation above drops a sample
-        return batch
+    def batch(self, start: int, size: int) -> Batch:
+        """`size` samples from sample `start` on, counted from 0."""
+        return next(self.iterate(start, [size]))
 
-    def iterate(self, start_step: int) -> Iterator[Batch]:
-        """The batches of `start_step` and after, without end, read ahead by a thread."""
-        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCHED_BATCHES)
-        batches = iter(self._batches[start_step:].to_iter_dataset(ahead))
+    def iterate(self, start: int, sizes: Iterable[int]) -> Iterator[Batch]:
+        """Batches of `sizes`, the first from sample `start` on, read ahead by a thread."""
+        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetched)
+        samples = iter(self._samples[start:].to_iter_dataset(ahead))
         try:
-            yield from batches
+            for size in sizes:
+                yield _inputs_and_targets(np.stack([*islice(samples, size)]))
         finally:
-            batches.close()
+            samples.close()
 
 
 class HeldOut:
@@ -120,4 +126,4 @@ def _spread_order(count: int) -> Iterator[int]:
 
 def _inputs_and_targets(windows_BT: np.ndarray) -> Batch:
     """Windows [B, S + 1] to inputs [B, S] and targets [B, S]."""
-    return windows_BT[:, :-1], windows_BT[:, 1:]
+    return Batch(windows_BT[:, :-1], windows_BT[:, 1:])
