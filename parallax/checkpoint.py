@@ -32,7 +32,7 @@ FACTS = {
     "identity": "keys that must not change, dotted",
     "weights": "shape of each weight",
     "parameters": "their number",
-    "layout": "sections [parallel] and [mesh], train.precision: what it was trained on, which may change",
+    "layout": "what it was trained on, which may change: section parallel, name of the mesh, precision",
     "versions": "of parallax and jax",
 }
 

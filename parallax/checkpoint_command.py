@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from parallax.checkpoint import Checkpoints
-from parallax.config import ConfigError, either, show
-from parallax.text import columns, size
+from parallax.config import ConfigError, Parallel, either, show
+from parallax.text import columns, layout, size
 
 EXAMPLE = """\
 examples:
@@ -54,7 +54,7 @@ def _ls(args: argparse.Namespace) -> int:
             *(f"{row[name]:,}" for name in ("step", "samples", "tokens")),
             *("-" if row[name] is None else f"{row[name]:.4f}" for name in ("loss", "valid_loss")),
             size(row["size_bytes"]),
-            row["saved_at"][:16].replace("T", " "),
+            _minute(row["saved_at"]),
             "kept for good" if row["kept"] else "",
         ]
         for row in rows
@@ -91,15 +91,14 @@ def _show(args: argparse.Namespace) -> int:
         return 0
     held_out = "not evaluated" if facts["valid_loss"] is None else f"{facts['valid_loss']:.4f}"
     loss = "-" if facts["loss"] is None else f"{facts['loss']:.4f}"
-    layout, versions = facts["layout"], facts["versions"]
+    where, versions = facts["layout"], facts["versions"]
     rows = [
-        ["checkpoint", f"{checkpoints.path(step)}, {size(size_bytes)}, {facts['saved_at'][:16]} UTC"],
+        ["checkpoint", f"{checkpoints.path(step)}, {size(size_bytes)}, {_minute(facts['saved_at'])} UTC"],
         ["step", f"{step:,} of {facts['train_steps']:,}; {facts['samples']:,} samples, {facts['tokens']:,} tokens"],
         ["loss", f"{loss}; held out {held_out}"],
         ["saved by", f"parallax {versions['parallax']}, jax {versions['jax']}"],
-        ["saved on", ", ".join(f"{name} {value}" for name, value in layout.items())],
-        ["", "any other layout can read it"],
-        *[[key, show(value) if value is not None else "-"] for key, value in facts["identity"].items()],
+        ["trained on", f"{where['mesh']}, {layout(Parallel(**where['parallel']))}, {where['precision']}"],
+        *[[key, show(value)] for key, value in facts["identity"].items() if value not in (None, "", [])],
         ["weights", f"{facts['parameters']:,} parameters, float32, with two Adam moments each"],
         *[[f"  {name}", " x ".join(map(str, shape))] for name, shape in facts["weights"].items()],
     ]
@@ -118,6 +117,11 @@ def _open(name: str) -> Checkpoints:
     if not checkpoints.steps() and folder.name != "checkpoints":
         raise ConfigError([f"{show(name)} has no checkpoints; use a run's log.dir, or its folder checkpoints/"])
     return checkpoints
+
+
+def _minute(saved_at: str) -> str:
+    """`2026-11-30 14:05` of an ISO 8601 time."""
+    return saved_at[:16].replace("T", " ")
 
 
 def _size_bytes(folder: Path) -> int:

@@ -13,9 +13,8 @@ from parallax.config import Checkpoint, RunConfig
 from parallax.program import Program
 from parallax.sharding import Tree
 from parallax.start import Start
-from parallax.text import columns, duration, size
+from parallax.text import columns, duration, layout, size
 
-ORDER = ("dp", "pp", "ep", "cp", "tp")  # as layouts are spoken of
 EXIT_STATUS = {"done": 0, "failed": 1, "stopped": 75}
 
 
@@ -59,7 +58,7 @@ def opening(start: Start) -> str:
     tokens = (samples_after(train, start.samples, train.steps - start.first) - start.samples) * train.seq_len
     rows = {
         "model": f"{config.model.name}, {len(resolved.shape.layers)} layers, {resolved.shape.parameters:,} parameters",
-        "devices": f"{config.devices} {emulated}{resolved.machine.name}: {_layout(config)}",
+        "devices": f"{config.devices} {emulated}{resolved.machine.name}: {layout(config.parallel)}",
         "memory": f"{_state_memory(start.program)} a device; activations not counted",
         "data": f"{config.data.source}{sizes}",
         "step": _step(config, start.samples),
@@ -68,19 +67,6 @@ def opening(start: Start) -> str:
         "run": config.log.dir,
     }
     return columns([*rows.items()])
-
-
-def _layout(config: RunConfig) -> str:
-    parallel = config.parallel
-    parts = [
-        "·".join(f"{axis}{n}" for axis in ORDER if (n := getattr(parallel, axis)) > 1),
-        parallel.schedule if parallel.pp > 1 else "",
-        f"{parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else "",
-        f"{parallel.context} attention" if parallel.cp > 1 else "",
-        "sequence parallel" if parallel.sequence_parallel and parallel.tp > 1 else "",
-        f"zero {parallel.zero}",
-    ]
-    return ", ".join(filter(None, parts))
 
 
 def _step(config: RunConfig, samples: int) -> str:
@@ -96,8 +82,8 @@ def _step(config: RunConfig, samples: int) -> str:
 def _saves(checkpoint: Checkpoint) -> str:
     if not checkpoint.every:
         return "at the end and on Ctrl-C"
-    for_good = f", each {checkpoint.keep_every:,}th for good" if checkpoint.keep_every else ""
-    return f"every {checkpoint.every:,} steps; the newest {checkpoint.keep} kept{for_good}"
+    for_good = f", and one every {checkpoint.keep_every:,} steps for good" if checkpoint.keep_every else ""
+    return f"every {checkpoint.every:,} steps; kept are the newest {checkpoint.keep}{for_good}"
 
 
 def _state_memory(program: Program) -> str:

@@ -1,8 +1,12 @@
-"""Sizes and times as people read them, and aligned columns."""
+"""Sizes, times and layouts as people read them, and aligned columns."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+
+from parallax.config import Parallel
+
+ORDER = ("dp", "pp", "ep", "cp", "tp")  # as layouts are spoken of
 
 
 def duration(seconds: float) -> str:
@@ -23,6 +27,19 @@ def size(size_bytes: float) -> str:
         if size_bytes < 1023.95:
             return f"{size_bytes:.1f} {unit}"
     return f"{size_bytes / 1024:.1f} TiB"
+
+
+def layout(parallel: Parallel) -> str:
+    """`dp2·pp2·tp2, interleaved, 2 virtual stages, sequence parallel, zero 1`"""
+    parts = [
+        "·".join(f"{axis}{n}" for axis in ORDER if (n := getattr(parallel, axis)) > 1),
+        parallel.schedule if parallel.pp > 1 else "",
+        f"{parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else "",
+        f"context by {parallel.context}" if parallel.cp > 1 else "",
+        "sequence parallel" if parallel.sequence_parallel and parallel.tp > 1 else "",
+        f"zero {parallel.zero}",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:

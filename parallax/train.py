@@ -22,7 +22,15 @@ from parallax.checkpoint import identity
 from parallax.checkpoint_io import CheckpointError, CheckpointWriter, restore_state
 from parallax.config import ConfigError, show, to_toml
 from parallax.data import Batch
-from parallax.metrics import EventFile, MetricsFile, ProgressLine, StepRecord, model_flops_utilization, say
+from parallax.metrics import (
+    PLAIN_EVERY_S,
+    EventFile,
+    MetricsFile,
+    ProgressLine,
+    StepRecord,
+    model_flops_utilization,
+    say,
+)
 from parallax.optimizer import TrainState
 from parallax.program import Program, StepMetrics
 from parallax.schedule.table import TickTable
@@ -249,7 +257,7 @@ class _Run:
         left_s = (self.last_samples - done.samples) * seq_len / tokens_per_s
         self.progress.show(record, left_s)
         before, now = self.clock.spent.steps - spent.steps, self.clock.spent.steps
-        if before < STEPS_TO_FORESEE <= now and done.step < self.config.train.steps:
+        if before < STEPS_TO_FORESEE <= now and left_s > PLAIN_EVERY_S:
             self.progress.say(f"about {duration(left_s)} to go at {tokens_per_s:,.0f} tokens/s")
 
     def _evaluate(self) -> float:
@@ -271,8 +279,7 @@ class _Run:
 
     def _facts(self) -> dict[str, Any]:
         """See `parallax.checkpoint.FACTS`."""
-        config, parallel = self.config, dataclasses.asdict(self.config.parallel)
-        layout = parallel | {"mesh": self.resolved.machine.name, "precision": config.train.precision}
+        config = self.config
         return {
             "step": self.step,
             "samples": self.samples,
@@ -285,7 +292,11 @@ class _Run:
             "identity": identity(self.resolved),
             "weights": self.program.model.weight_shapes,
             "parameters": self.resolved.shape.parameters,
-            "layout": layout,
+            "layout": {
+                "parallel": dataclasses.asdict(config.parallel),
+                "mesh": self.resolved.machine.name,
+                "precision": config.train.precision,
+            },
             "versions": {"parallax": version(), "jax": jax.__version__},
         }
 

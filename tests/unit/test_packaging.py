@@ -30,10 +30,10 @@ LAYERS = (
     ("mesh", "model"),
     ("nn",),
     ("sharding",),
-    ("batch_size", "validate"),
+    ("batch_size", "text", "validate"),
     ("machine", "model_files"),
     ("schedule", "config"),
-    ("environment", "hlo", "shape", "text", "version"),
+    ("environment", "hlo", "shape", "version"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
