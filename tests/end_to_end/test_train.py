@@ -56,6 +56,13 @@ ONE_DEVICE = ("parallel.dp=1", "parallel.pp=1", "model.layers=2", "train.eval_ev
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def each_program_is_compiled_once(tmp_path_factory):
+    """By jax's cache of compiled programs: most of what these tests take is compilation."""
+    ENVIRONMENT["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
+    ENVIRONMENT["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
 def command(folder: Path, *words: str) -> list[str]:
     (folder / "run.toml").write_text(f'{RUN}\n[log]\ndir = "{folder / "run"}"\n')
     return [sys.executable, "-m", "parallax", "train", str(folder / "run.toml"), *words]
