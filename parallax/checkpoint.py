@@ -1,38 +1,70 @@
-"""A run's checkpoints: written, listed, restored, and checked to be of the same run.
+"""A run's checkpoints on disk: which are complete, what is in them, and whether they are of the same run. No jax.
 
 STEP/state   the canonical state (parallax.canonical), which any layout can read
-STEP/facts   JSON: step, samples seen, and the keys of the run that must not change (`identity`)
+STEP/facts   JSON (see `FACTS`): where the run stood, what made it, and the keys that must not change (`identity`)
+
+`parallax.checkpoint_io` writes and restores the state.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import time
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
-
 from parallax.config import ConfigError, show
 from parallax.validate import Resolved
 
-Tree = Any
 ITEMS = ("state", "facts")
+DELETED = "deleted"  # old checkpoints are moved into this folder before their files go, so that none is seen in halves
+FACTS = {
+    "step": "optimizer steps made",
+    "samples": "sequences consumed: the whole position of the data",
+    "tokens": "the same in tokens",
+    "train_steps": "the run's train.steps",
+    "loss": "of the last step, nats a token",
+    "valid_loss": "held-out loss of this step; null where it was not evaluated",
+    "saved_at": "UTC, ISO 8601",
+    "kept": "whether checkpoint.keep_every keeps it for good",
+    "identity": "keys that must not change, dotted",
+    "weights": "shape of each weight",
+    "parameters": "their number",
+    "layout": "what it was trained on, which may change: section parallel, name of the mesh, precision",
+    "versions": "of parallax and jax",
+}
 
 
 # What must stay the same
 
 
 def identity(resolved: Resolved) -> dict[str, Any]:
-    """The keys of a run that its checkpoints are bound to, dotted: model, data, seed and batch; never the layout."""
+    """The keys of a run that its checkpoints are bound to, dotted: model, data, seed and batch; never the layout.
+
+    Files count by their names, without folders: a run goes on where they were moved."""
     config = resolved.config
-    model = dataclasses.asdict(resolved.model_config) | {"name": config.model.name}
-    keys = {f"model.{name}": value for name, value in model.items()}
-    keys |= {f"data.{name}": value for name, value in dataclasses.asdict(config.data).items()}
-    keys |= {f"train.{name}": getattr(config.train, name) for name in ("seed", "seq_len", "global_batch_size")}
+    name = lambda path: Path(path).name
+    model = dataclasses.asdict(resolved.model_config) | {"name": config.model.name, "file": name(config.model.file)}
+    data = dataclasses.asdict(config.data)
+    data |= {"source": _source_names(config.data.source), "tokenizer": name(config.data.tokenizer)}
+    keys = {f"model.{key}": value for key, value in model.items()}
+    keys |= {f"data.{key}": value for key, value in data.items()}
+    of_train = ("seed", "seq_len", "global_batch_size", "rampup_batch_size")
+    keys |= {f"train.{key}": getattr(config.train, key) for key in of_train}
     return json.loads(json.dumps(keys))
+
+
+def _source_names(source: str | dict[str, float]) -> str | dict[str, float]:
+    """Names of files and folders; of those that share a name, the paths below the folder that holds them all."""
+    if isinstance(source, str):
+        return Path(source).name
+    names = {path: Path(path).name for path in source}
+    if len(set(names.values())) < len(names):
+        above = os.path.commonpath([Path(path).parent for path in source])
+        names = {path: Path(path).relative_to(above).as_posix() for path in source}
+    return {names[path]: weight for path, weight in source.items()}
 
 
 def check_identity(resolved: Resolved, saved: dict[str, Any], where: Path) -> None:
@@ -65,59 +97,43 @@ def check_weights(now: dict[str, list[int]], saved: dict[str, list[int]], where:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a run, in `folder`. A checkpoint is written beside its place and then renamed, so that one
-    that is there is complete."""
+    """The checkpoints in `folder`. One is written beside its place and then renamed, and renamed again before it is
+    deleted, so that one that is in its place is complete."""
 
     folder: Path
-    keep: int
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        whole = (path for path in self._numbered() if all((path / item).is_dir() for item in ITEMS))
-        return sorted(int(path.name) for path in whole)
+        return sorted(int(path.name) for path in self._folders() if self._is_complete(path))
 
-    def _numbered(self) -> list[Path]:
-        return [path for path in self.folder.iterdir() if path.name.isdecimal()] if self.folder.is_dir() else []
+    def incomplete(self) -> list[Path]:
+        """What a write or a deletion that was cut off has left, and what is being written or deleted now."""
+        halves = [path for path in self._folders() if not self._is_complete(path)]
+        return sorted(path for path in halves if path.name != DELETED or any(path.iterdir()))
+
+    def _folders(self) -> list[Path]:
+        return [path for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
+
+    def _is_complete(self, path: Path) -> bool:
+        return path.name.isdecimal() and all((path / item).is_dir() for item in ITEMS)
 
     def path(self, step: int) -> Path:
         return self.folder / str(step)
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state. Raises ConfigError where it cannot be read."""
-        facts = self._read(step, ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
-        if missing := {"identity", "train_steps", "weights"} - facts.keys():
-            raise self._unreadable(step, f"its facts lack {', '.join(sorted(missing))}")
+        """What was saved beside the state (see FACTS). Raises ConfigError where it cannot be read."""
+        try:
+            facts = json.loads((self.path(step) / "facts" / "metadata").read_text(encoding="utf-8"))
+        except OSError as error:
+            raise self.unreadable(step, f"{error.filename}: {error.strerror}") from error
+        except ValueError as error:
+            raise self.unreadable(step, f"its facts are not JSON: {error}") from error
+        if not isinstance(facts, dict) or (missing := FACTS.keys() - facts.keys()):
+            lacks = ", ".join(sorted(missing)) if isinstance(facts, dict) else "everything"
+            raise self.unreadable(step, f"its facts lack {lacks}")
         return facts
 
-    def save(self, step: int, state: Tree, facts: dict[str, Any]) -> Path:
-        """Writes a canonical state; returns when it is complete, and older ones than the newest `keep` are gone."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self._numbered():
-            if int(path.name) not in self.steps():  # half of one: orbax would count it, and not write over it
-                path.rename(path.with_suffix(f".broken-{time.time_ns()}"))
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
-        with self._manager() as manager:
-            manager.save(step, args=items, force=True)
-        return self.path(step)
-
-    def restore(self, step: int, target: Tree) -> Tree:
-        """The canonical state, with the shapes and shardings of `target` (see `Canonical`).
-
-        Raises ConfigError where it cannot be read."""
-        return self._read(step, ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
-
-    def _read(self, step: int, items: ocp.args.Composite) -> Any:
-        try:
-            with self._manager() as manager:
-                return manager.restore(step, args=items)
-        except Exception as error:  # orbax and tensorstore raise what they like for a damaged file
-            raise self._unreadable(step, str(error).strip().splitlines()[0]) from error
-
-    def _unreadable(self, step: int, why: str) -> ConfigError:
+    def unreadable(self, step: int, why: str) -> ConfigError:
         older = [s for s in self.steps() if s < step]
         rest = f"move it away to resume from {self.path(older[-1])}" if older else "there is none before it"
         return ConfigError([f"checkpoint {self.path(step)} cannot be read: {why}; {rest}"])
-
-    def _manager(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, create=False, enable_async_checkpointing=False)
-        return ocp.CheckpointManager(self.folder.resolve(), item_names=ITEMS, options=options)

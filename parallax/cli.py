@@ -8,15 +8,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
 import io
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
+import parallax.checkpoint_command as checkpoint_command
 import parallax.data.command as tokenize_command
 import parallax.schedule.command as schedule_command
 from parallax.config import ConfigError, read
@@ -24,6 +24,7 @@ from parallax.environment import emulate_devices, keep_32_bits
 from parallax.machine import load_machine
 from parallax.schedule.order import ScheduleError
 from parallax.validate import resolve
+from parallax.version import version
 
 FAILED, INPUT_IS_WRONG, INTERRUPTED = 1, 2, 130
 
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="parallax",
         description="Train large language models in JAX: data, pipeline and tensor parallelism in one program.",
     )
-    parser.add_argument("--version", action="version", version=f"parallax {_version()}")
+    parser.add_argument("--version", action="version", version=f"parallax {version()}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     train = verbs.add_parser(
         "train",
@@ -94,28 +95,19 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
     schedule = verbs.add_parser("schedule", help="print, draw and measure a pipeline schedule")
     schedule_command.add_arguments(schedule)
-    schedule.set_defaults(run=_schedule)
+    schedule.set_defaults(run=lambda args: _print_results(schedule_command.run, args))
+    checkpoint = verbs.add_parser("checkpoint", help="list the checkpoints of a run, or show what is in one")
+    checkpoint_command.add_arguments(checkpoint)
+    checkpoint.set_defaults(run=lambda args: _print_results(checkpoint_command.run, args))
     tokenize = verbs.add_parser("tokenize", help="turn text into tokens on disk")
     tokenize_command.add_arguments(tokenize)
-    tokenize.set_defaults(run=_tokenize)
+    tokenize.set_defaults(run=lambda args: _print_results(tokenize_command.run, args))
     return parser
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("parallax-train")
-    except importlib.metadata.PackageNotFoundError:
-        return "of a source folder, not installed"
-
-
-def _schedule(args: argparse.Namespace) -> int:
+def _print_results(verb: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     with _results():
-        return schedule_command.run(args)
-
-
-def _tokenize(args: argparse.Namespace) -> int:
-    with _results():
-        return tokenize_command.run(args)
+        return verb(args)
 
 
 @contextlib.contextmanager

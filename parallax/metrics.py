@@ -1,4 +1,4 @@
-"""What a run reports while it goes: metrics.jsonl, and the progress line on stderr."""
+"""What a run reports while it goes: metrics.jsonl, TensorBoard's events, and the progress line on stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from parallax.text import duration
+
+FLUSH_EVENTS_S = 5
 PLAIN_EVERY_S = 10.0  # between progress lines where stderr is no terminal
 
 
@@ -27,7 +33,9 @@ class StepRecord:
     grad_norm: float  # before clipping
     learning_rate: float
     tokens: int
+    global_batch_size: int
     step_time_s: float
+    data_wait_s: float  # of step_time_s, spent waiting for the batch
     tokens_per_s: float
     mfu: float | None
     skipped: int  # steps left out so far because a gradient was not finite
@@ -71,6 +79,39 @@ class MetricsFile:
         self._file.close()
 
 
+class EventFile:
+    """TensorBoard's events of one part of a run, in a file of their own, at the steps of metrics.jsonl.
+
+    It begins with a mark (TensorFlow's SessionLog.START) at which readers drop the steps after `step` of earlier files,
+    left by a run that went on after its last checkpoint."""
+
+    def __init__(self, folder: Path, step: int):
+        self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_EVENTS_S)
+        mark = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=mark))
+
+    def write(self, record: StepRecord) -> None:
+        scalars = {
+            "train/loss": record.loss,
+            "train/grad_norm": record.grad_norm,
+            "train/learning_rate": record.learning_rate,
+            "train/global_batch_size": record.global_batch_size,
+            "eval/loss": record.valid_loss,
+            "perf/tokens_per_s": record.tokens_per_s,
+            "perf/step_time_s": record.step_time_s,
+            "perf/mfu": record.mfu,
+            "data/wait_share": record.data_wait_s / record.step_time_s,
+        }
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if value is not None]
+        self._writer.add_event(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
 
@@ -108,8 +149,9 @@ class ProgressLine:
         """A line that stays."""
         self._console.print(text, markup=False)
 
-    def show(self, record: StepRecord) -> None:
-        text = self._text(record)
+    def show(self, record: StepRecord, left_s: float) -> None:
+        """`left_s`: the time that the rest will take."""
+        text = self._text(record, left_s)
         if self._live:
             self._live.update(self._task, completed=record.step, text=text)
         if record.valid_loss is not None:
@@ -120,23 +162,13 @@ class ProgressLine:
             return
         self._printed = time.monotonic()
 
-    def _text(self, record: StepRecord) -> str:
+    def _text(self, record: StepRecord, left_s: float) -> str:
         parts = [f"loss {record.loss:.4f}", f"{record.tokens_per_s:,.0f} tokens/s"]
         if record.mfu is not None:
             parts.append(f"MFU {record.mfu:.1%}")
-        left = duration((self._steps - record.step) * record.step_time_s)
-        return "  ".join([*parts, f"{left} left"])
+        return "  ".join([*parts, f"{duration(left_s)} left"])
 
 
 def say(text: str) -> None:
     """A line on stderr; stdout is kept for results."""
     print(text, file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """`42 s`, `3 min 20 s`, `5 h 07 min`."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {s:02} s" if minutes else f"{s} s"

@@ -6,6 +6,7 @@ import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -19,72 +20,46 @@ from parallax.model import Model
 from parallax.program import Program
 from parallax.validate import Resolved, check_devices
 
-ORDER = ("dp", "pp", "ep", "cp", "tp")  # as layouts are spoken of
-
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """A run that can start. `first` is the number of steps that are behind it already."""
+    """A run that can start. `first` steps and `samples` samples are behind it already."""
 
     resolved: Resolved
     program: Program
     data: Data
     checkpoints: Checkpoints
     first: int
+    samples: int
     resume: bool
-
-    def summary(self) -> str:
-        """The block printed before the loop."""
-        config, shape, machine = self.resolved.config, self.resolved.shape, self.resolved.machine
-        parallel, train = config.parallel, config.train
-        layout = [
-            "·".join(f"{axis}{size}" for axis in ORDER if (size := getattr(parallel, axis)) > 1),
-            parallel.schedule if parallel.pp > 1 else "",
-            f"{parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else "",
-            "sequence parallel" if parallel.sequence_parallel and parallel.tp > 1 else "",
-            f"zero {parallel.zero}",
-        ]
-        tokens = train.global_batch_size * train.seq_len
-        emulated = "emulated " if machine.platform == "cpu" else ""
-        corpus = self.data.corpus
-        sizes = f", {len(corpus.train):,} tokens and {len(corpus.valid):,} held out" if corpus else ""
-        m = config.microbatches
-        rows = {
-            "model": f"{config.model.name}, {len(shape.layers)} layers, {shape.parameters:,} parameters",
-            "devices": f"{config.devices} {emulated}{machine.name}: {', '.join(filter(None, layout))}",
-            "data": f"{config.data.source}{sizes}",
-            "step": f"{train.global_batch_size} x {train.seq_len} = {tokens:,} tokens, in {m} microbatches",
-            "steps": f"{self.first} to {train.steps}, {train.precision}, remat {train.remat}",
-            "run": config.log.dir,
-        }
-        return "\n".join(f"{name:9}{value}" for name, value in rows.items())
 
 
 def prepare(resolved: Resolved, resume: bool) -> Start:
     """Compiles nothing and changes nothing. Raises ConfigError where the run cannot start (see `train`)."""
     config = resolved.config
-    checkpoints = Checkpoints(Path(config.log.dir) / "checkpoints", config.checkpoint.keep)
+    checkpoints = Checkpoints(Path(config.log.dir) / "checkpoints")
     model = Model(resolved.model_module, resolved.model_config, resolved.shape, config.train.remat)
-    first = _first_step(resolved, model, checkpoints, resume)
-    data = _open(resolved)
-    return Start(resolved, Program(config, model, _mesh(resolved)), data, checkpoints, first, resume)
+    facts = _facts_to_resume(resolved, model, checkpoints) if resume else _check_unused(resolved, checkpoints)
+    data = _open(resolved)  # where resumed, it has to be the data of `facts`
+    program = Program(config, model, _mesh(resolved))
+    return Start(resolved, program, data, checkpoints, facts["step"], facts["samples"], resume)
 
 
-def _first_step(resolved: Resolved, model: Model, checkpoints: Checkpoints, resume: bool) -> int:
-    """The number of steps that are behind us already."""
-    config, folder = resolved.config, Path(resolved.config.log.dir)
-    where = f"log.dir = {show(config.log.dir)}"
-    if not resume:
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError([f"{where} is a file; use a folder that is empty or new"])
-        if folder.is_dir() and any(folder.iterdir()):
-            way = (
-                "use --resume to go on from its checkpoint"
-                if checkpoints.steps()
-                else "it has no checkpoint; delete it"
-            )
-            raise ConfigError([f"{where} is not empty; {way}, or use another log.dir"])
-        return 0
+def _check_unused(resolved: Resolved, checkpoints: Checkpoints) -> dict[str, Any]:
+    """The facts of a run that begins. Raises ConfigError where `log.dir` holds another one."""
+    folder, where = Path(resolved.config.log.dir), f"log.dir = {show(resolved.config.log.dir)}"
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError([f"{where} is a file; use a folder that is empty or new"])
+    if folder.is_dir() and any(folder.iterdir()):
+        whole = checkpoints.steps()
+        way = "use --resume to go on from its checkpoint" if whole else "it has no checkpoint; delete it"
+        raise ConfigError([f"{where} is not empty; {way}, or use another log.dir"])
+    return {"step": 0, "samples": 0}
+
+
+def _facts_to_resume(resolved: Resolved, model: Model, checkpoints: Checkpoints) -> dict[str, Any]:
+    """Of the newest complete checkpoint. Raises ConfigError where this run cannot go on from it."""
+    config, where = resolved.config, f"log.dir = {show(resolved.config.log.dir)}"
     steps = checkpoints.steps()
     if not steps:
         raise ConfigError([f"{where} has no complete checkpoint to resume from; delete it and start without --resume"])
@@ -99,7 +74,7 @@ def _first_step(resolved: Resolved, model: Model, checkpoints: Checkpoints, resu
             f"warning: train.steps = {config.train.steps} was {facts['train_steps']}: from here on the learning rate "
             f"follows the {config.optimizer.schedule} schedule to the new end"
         )
-    return step
+    return facts
 
 
 def lock(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -9,49 +10,38 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
+from parallax.batch_size import batch_size, batch_sizes, samples_after
 from parallax.canonical import Canonical
 from parallax.checkpoint import identity
+from parallax.checkpoint_io import CheckpointError, CheckpointWriter, restore_state
 from parallax.config import ConfigError, show, to_toml
 from parallax.data import Batch
-from parallax.metrics import MetricsFile, ProgressLine, StepRecord, duration, model_flops_utilization, say
+from parallax.metrics import (
+    PLAIN_EVERY_S,
+    EventFile,
+    MetricsFile,
+    ProgressLine,
+    StepRecord,
+    model_flops_utilization,
+    say,
+)
 from parallax.optimizer import TrainState
-from parallax.program import StepMetrics
+from parallax.program import Program, StepMetrics
+from parallax.schedule.table import TickTable
 from parallax.start import Start, lock, prepare
+from parallax.summary import Result, closing, compiled_memory, opening
+from parallax.text import duration
 from parallax.validate import Resolved
+from parallax.version import version
 
 STEPS_IN_FLIGHT = 2  # dispatched and not yet waited for; none on CPU, where queued collectives can lock each other up
-EXIT_STATUS = {"done": 0, "failed": 1, "stopped": 75}
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended. Losses are in nats a token; None where there is none, or it is not finite."""
-
-    status: Literal["done", "failed", "stopped"]
-    step: int
-    tokens: int
-    loss: float | None  # of the last step
-    valid_loss: float | None  # of the last evaluation
-    resumed_step: int | None
-    resumed_valid_loss: float | None  # of the checkpoint, before any further step
-    skipped: int
-    tokens_per_s: float | None  # without compilation, evaluation and checkpoints
-    mfu: float | None
-    train_time_s: float
-    compile_time_s: float
-    parameters: int
-    checkpoint: str | None
-    log_dir: str
-
-    @property
-    def exit_status(self) -> int:
-        return EXIT_STATUS[self.status]
+STEPS_TO_FORESEE = 3  # before the time to go is said
 
 
 def train(resolved: Resolved, *, resume: bool = False) -> Result:
@@ -61,10 +51,10 @@ def train(resolved: Resolved, *, resume: bool = False) -> Result:
     devices than the layout asks for, a `log.dir` that is in use, a checkpoint that is missing or of another run.
     """
     start = prepare(resolved, resume)
-    say(start.summary())
+    say(opening(start))
     run = _Run(start)
     result = run.go()
-    say(run.last_words(result))
+    say(closing(result, resolved.config, run.failures))
     return result
 
 
@@ -94,21 +84,34 @@ class _StopRequest:
         say(f"{self.signal.name}: saving after this step; once more to stop at once")
 
 
+class _InFlight(NamedTuple):
+    """A step that was dispatched. `samples`: consumed up to its end; `size`: its own."""
+
+    step: int
+    samples: int
+    size: int
+    metrics: StepMetrics
+
+
 class _Run:
-    """One run's state while it goes. `step` counts finished or dispatched steps from the first of the run."""
+    """One run's state while it goes. `step` and `samples` count from the first of the run, dispatched ones too."""
 
     def __init__(self, start: Start):
         self.resolved, self.program, self.data = start.resolved, start.program, start.data
         self.config, self.checkpoints = start.resolved.config, start.checkpoints
         self.canonical = Canonical(start.program)
-        self.first, self.step, self.resume = start.first, start.first, start.resume
+        self.first, self.resume = start.first, start.resume
+        self.step, self.samples = start.first, start.samples
+        self.last_samples = samples_after(self.config.train, start.samples, self.config.train.steps - start.first)
+        self.writer = CheckpointWriter(start.checkpoints, self.config.checkpoint)
         self.saved: int | None = start.first if start.resume else None
+        self.failures: list[str] = []
         self.resumed_valid_loss: float | None = None
-        self.last: StepRecord | None = None
+        self.loss: float | None = None  # of the last step that was waited for
         self.valid_loss: float | None = None
+        self.evaluated: int | None = None  # the step of `valid_loss`
         self.skipped = self.skipped_before = 0
-        self.finite = True  # the loss of the last step
-        self.in_flight: deque[tuple[int, StepMetrics]] = deque()
+        self.in_flight: deque[_InFlight] = deque()
         self.compile_time_s = 0.0
         self.clock = _Clock()
         self.stop = _StopRequest()
@@ -119,19 +122,21 @@ class _Run:
         with self.stop.listening(), self.progress:
             self.state = self._first_state()
             if self.step < steps and self.stop.signal is None:
-                self.train_step = self._compile(next(iter(self.data.held_out.batches(1))))
+                took = self._compile(batch_size(self.config.train, self.samples))
+                self.progress.say(f"compiled in {took}{compiled_memory(self.train_step)}")
             self._open_log()  # not before: a model that does not compile leaves no folder behind
             if self.resume:
-                self.resumed_valid_loss = self.valid_loss = self._evaluate()
+                self.resumed_valid_loss = self._evaluate()
                 self.progress.say(f"resumed at step {self.first}: held-out loss {self.valid_loss:.4f}")
-            failed = self.step < steps and not self._loop(steps)
-            failed = failed or (self.step == steps and not math.isfinite(self.valid_loss or math.nan))
-            if not failed:
-                self._save()
+            try:
+                with self.writer:
+                    self._loop(steps)
+            except CheckpointError as error:
+                self.failures.append(str(error))
+        self.events.close()
         self.metrics.close()
         os.close(self.lock)
-        status = "failed" if failed else "done" if self.step == steps else "stopped"
-        return self._result(status)
+        return self._result("failed" if self.failures else "done" if self.step == steps else "stopped")
 
     def _open_log(self) -> None:
         folder = Path(self.config.log.dir)
@@ -142,108 +147,160 @@ class _Run:
         self.lock = lock(folder)
         (folder / "run.toml").write_text(to_toml(self.config), encoding="utf-8")
         self.metrics = MetricsFile(folder / "metrics.jsonl", self.first)
+        self.events = EventFile(folder / "tensorboard", self.first)
 
     def _first_state(self) -> TrainState:
         if self.resume:
-            state = self.canonical.to_state(self.checkpoints.restore(self.first, self.canonical.target))
+            state = self.canonical.to_state(restore_state(self.checkpoints, self.first, self.canonical.target))
         else:
             with jax.set_mesh(self.program.mesh):
                 state = self.program.init(jax.random.key(self.config.train.seed))
         self.skipped = self.skipped_before = int(state.skipped)
         return state
 
-    def _loop(self, steps: int) -> bool:
-        """Trains up to `steps` or a signal. False: too many steps had gradients that are not finite."""
+    def _loop(self, steps: int) -> None:
+        """Trains up to `steps` or a signal, saves, and notes in `failures` why a run cannot go on."""
         config = self.config
-        batches = self.data.train.iterate(self.first)
+        batches = self.data.train.iterate(self.samples, batch_sizes(config.train, self.samples))
         self.clock.restart()
         while self.step < steps and self.stop.signal is None:
+            with self.clock.waiting():
+                batch = next(batches)
+            if (size := len(batch.tokens_BS)) != self.training.config.train.global_batch_size:
+                self._change_batch_size(size)
+            on_devices = self._on_devices(self.training, batch)
             with jax.set_mesh(self.program.mesh):
-                self.state, metrics = self.train_step(self.state, self.program.batch(*next(batches)))
-            self.step += 1
-            self.in_flight.append((self.step, metrics))
+                self.state, metrics = self.train_step(self.state, on_devices)
+            self.step, self.samples = self.step + 1, self.samples + size
+            self.in_flight.append(_InFlight(self.step, self.samples, size, metrics))
             evaluates = self.step == steps or _every(config.train.eval_every, self.step)
             saves = _every(config.checkpoint.every, self.step)
-            pauses = evaluates or saves or self.step == steps
+            pauses = evaluates or saves
             self._settle(leave=0 if pauses or jax.default_backend() == "cpu" else STEPS_IN_FLIGHT, evaluates=evaluates)
+            self.writer.check()
             if self.skipped - self.skipped_before > config.train.max_skipped:
-                return False
-            if saves and self.finite:
+                self.failures.append(
+                    f"step {self.step}: {self.skipped - self.skipped_before} steps had gradients that are not finite, "
+                    f"more than train.max_skipped = {config.train.max_skipped}; stopped without saving; try a lower "
+                    "optimizer.learning_rate"
+                )
+                return
+            if saves and math.isfinite(self.loss or math.nan):
                 self._save()
                 self.clock.restart()
             elif saves:
                 self.progress.say(f"warning: step {self.step}: the loss is not finite; no checkpoint of it is kept")
         self._settle(leave=0, evaluates=False)
-        return True
+        if self.step == steps and not math.isfinite(self.valid_loss or math.nan):
+            self.failures.append(
+                f"step {steps}: the loss is not finite; stopped without saving; try a lower optimizer.learning_rate"
+            )
+            return
+        self._save()
 
-    def _compile(self, batch: Batch):
-        start = time.monotonic()
+    def _compile(self, size: int) -> str:
+        """Makes the train step of batches of `size`; the state is the same for all of them. → the time it took"""
+        begun = time.monotonic()
+        sized = dataclasses.replace(self.config.train, global_batch_size=size)
+        of_size = dataclasses.replace(self.config, train=sized)
+        self.training = self.program if of_size == self.config else dataclasses.replace(self.program, config=of_size)
+        batch = self._on_devices(self.training, self.data.train.batch(self.samples, size))
         with jax.set_mesh(self.program.mesh):
-            compiled = self.program.train_step.lower(self.state, self.program.batch(*batch)).compile()
-        self.compile_time_s = time.monotonic() - start
-        self.progress.say(f"compiled in {duration(self.compile_time_s)}")
-        return compiled
+            self.train_step = self.training.train_step.lower(self.state, batch).compile()
+        took_s = time.monotonic() - begun
+        self.compile_time_s += took_s
+        return duration(took_s)
+
+    def _change_batch_size(self, size: int) -> None:
+        self._settle(leave=0, evaluates=False)
+        before = self.training.config.train.global_batch_size
+        took = self._compile(size)
+        self.progress.say(f"step {self.step + 1}: global batch size {before} → {size}, compiled in {took}")
+        self.clock.restart()
+
+    def _on_devices(self, program: Program, batch: Batch, table: TickTable | None = None):
+        return program.batch(*batch[:2], table=table)
 
     def _settle(self, leave: int, evaluates: bool) -> None:
         """Waits for all but the newest `leave` steps and records them."""
         while len(self.in_flight) > leave:
-            step, metrics = self.in_flight.popleft()
-            metrics = jax.device_get(metrics)
-            self.clock.step()
-            self.skipped += 0 if metrics.finite else 1
-            self.finite = math.isfinite(metrics.loss)
-            valid_loss = None
-            if evaluates and step == self.step:
-                valid_loss = self.valid_loss = self._evaluate()
-            if valid_loss is not None or _every(self.config.log.every, step):
-                self._record(step, metrics, valid_loss)
+            done = self.in_flight.popleft()
+            done = done._replace(metrics=jax.device_get(done.metrics))
+            self.clock.step(done.size)
+            self.skipped += 0 if done.metrics.finite else 1
+            self.loss = float(done.metrics.loss)
+            valid_loss = self._evaluate() if evaluates and done.step == self.step else None
+            if valid_loss is not None or _every(self.config.log.every, done.step):
+                self._record(done, valid_loss)
             if valid_loss is not None:
                 self.clock.restart()
 
-    def _record(self, step: int, metrics: StepMetrics, valid_loss: float | None) -> None:
-        step_time_s = self.clock.take()
-        tokens_per_s = self._tokens(1) / step_time_s
-        self.last = StepRecord(
-            step=step,
-            loss=float(metrics.loss),
-            grad_norm=float(metrics.grad_norm),
-            learning_rate=float(metrics.learning_rate),
-            tokens=self._tokens(step),
-            step_time_s=step_time_s,
+    def _record(self, done: _InFlight, valid_loss: float | None) -> None:
+        spent, seq_len = self.clock.take(), self.config.train.seq_len
+        tokens_per_s = spent.samples * seq_len / spent.total_s
+        record = StepRecord(
+            step=done.step,
+            loss=float(done.metrics.loss),
+            grad_norm=float(done.metrics.grad_norm),
+            learning_rate=float(done.metrics.learning_rate),
+            tokens=done.samples * seq_len,
+            global_batch_size=done.size,
+            step_time_s=spent.total_s / spent.steps,
+            data_wait_s=spent.wait_s / spent.steps,
             tokens_per_s=tokens_per_s,
             mfu=self._mfu(tokens_per_s),
             skipped=self.skipped,
             valid_loss=valid_loss,
         )
-        self.metrics.write(self.last)
-        self.progress.show(self.last)
+        self.metrics.write(record)
+        self.events.write(record)
+        left_s = (self.last_samples - done.samples) * seq_len / tokens_per_s
+        self.progress.show(record, left_s)
+        before, now = self.clock.spent.steps - spent.steps, self.clock.spent.steps
+        if before < STEPS_TO_FORESEE <= now and left_s > PLAIN_EVERY_S:
+            self.progress.say(f"about {duration(left_s)} to go at {tokens_per_s:,.0f} tokens/s")
 
     def _evaluate(self) -> float:
         """Mean nats a token over the first `train.eval_batches` held-out batches."""
         losses = []
         for batch in self.data.held_out.batches(self.config.train.eval_batches):
+            on_devices = self._on_devices(self.program, batch, self.program.evaluation_table)
             with jax.set_mesh(self.program.mesh):
-                on_devices = self.program.batch(*batch, table=self.program.evaluation_table)
                 losses.append(float(self.program.evaluate(self.state.weights, on_devices)))
-        return sum(losses) / len(losses)
+        self.valid_loss, self.evaluated = sum(losses) / len(losses), self.step
+        return self.valid_loss
 
     def _save(self) -> None:
         if self.saved == self.step:
             return
-        facts: dict[str, Any] = {
-            "step": self.step,
-            "samples": self.step * self.config.train.global_batch_size,
-            "train_steps": self.config.train.steps,
-            "identity": identity(self.resolved),
-            "weights": self.program.model.weight_shapes,
-        }
-        self.checkpoints.save(self.step, self.canonical.from_state(self.state), facts)
+        self.events.flush()  # readers find every step up to the checkpoint
+        self.writer.save(self.step, self.canonical.from_state(self.state), self._facts())
         self.saved = self.step
 
-    # what came of it
+    def _facts(self) -> dict[str, Any]:
+        """See `parallax.checkpoint.FACTS`."""
+        config = self.config
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "tokens": self.samples * config.train.seq_len,
+            "train_steps": config.train.steps,
+            "loss": self.loss,
+            "valid_loss": self.valid_loss if self.evaluated == self.step else None,
+            "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "kept": _every(config.checkpoint.keep_every, self.step),
+            "identity": identity(self.resolved),
+            "weights": self.program.model.weight_shapes,
+            "parameters": self.resolved.shape.parameters,
+            "layout": {
+                "parallel": dataclasses.asdict(config.parallel),
+                "mesh": self.resolved.machine.name,
+                "precision": config.train.precision,
+            },
+            "versions": {"parallax": version(), "jax": jax.__version__},
+        }
 
-    def _tokens(self, steps: int) -> int:
-        return steps * self.config.train.global_batch_size * self.config.train.seq_len
+    # what came of it
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         train, peaks = self.config.train, self.resolved.machine.peak_flops
@@ -251,67 +308,72 @@ class _Run:
         return model_flops_utilization(flops, tokens_per_s, self.config.devices, peaks.get(train.precision))
 
     def _result(self, status: Literal["done", "failed", "stopped"]) -> Result:
-        clock = self.clock
-        tokens_per_s = self._tokens(clock.steps) / clock.total_s if clock.steps else None
+        spent, steps, seq_len = self.clock.spent, self.checkpoints.steps(), self.config.train.seq_len
+        tokens_per_s = spent.samples * seq_len / spent.total_s if spent.steps else None
         finite = lambda x: x if x is not None and math.isfinite(x) else None
         return Result(
             status=status,
             step=self.step,
-            tokens=self._tokens(self.step),
-            loss=finite(self.last and self.last.loss),
+            samples=self.samples,
+            tokens=self.samples * seq_len,
+            loss=finite(self.loss),
             valid_loss=finite(self.valid_loss),
             resumed_step=self.first if self.resume else None,
             resumed_valid_loss=finite(self.resumed_valid_loss),
             skipped=self.skipped,
             tokens_per_s=tokens_per_s,
+            data_wait_share=spent.wait_s / spent.total_s if spent.steps else None,
             mfu=self._mfu(tokens_per_s) if tokens_per_s else None,
-            train_time_s=clock.total_s,
+            train_time_s=spent.total_s,
             compile_time_s=self.compile_time_s,
+            peak_memory_bytes=_peak_memory_bytes(),
             parameters=self.resolved.shape.parameters,
-            checkpoint=str(self.checkpoints.path(self.saved)) if self.saved is not None else None,
+            checkpoint=str(self.checkpoints.path(steps[-1])) if steps else None,
             log_dir=self.config.log.dir,
         )
 
-    def last_words(self, result: Result) -> str:
-        """The lines printed at the end; the last says what to do next."""
-        steps = self.config.train.steps
-        newest = f"the newest checkpoint is {result.checkpoint or 'none'}; try a lower optimizer.learning_rate"
-        if result.status == "failed":
-            if result.step == steps:
-                return f"error: step {steps}: the loss is not finite; stopped without saving\n{newest}"
-            return (
-                f"error: step {result.step}: {self.skipped - self.skipped_before} steps had gradients that are not "
-                f"finite, more than train.max_skipped = {self.config.train.max_skipped}; stopped without saving\n"
-                f"{newest}"
-            )
-        speed = f", {result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else ""
-        skipped = f", {result.skipped} skipped" if result.skipped else ""
-        line = f"step {result.step} of {steps}: {duration(result.train_time_s)} of training{speed}{skipped}"
-        if result.status == "stopped":
-            return f"{line}\nstopped; saved {result.checkpoint}: run the same command with --resume to go on"
-        return f"{line}\ndone; held-out loss {self.valid_loss:.4f}; saved {result.checkpoint}"
+
+class _Spent(NamedTuple):
+    """Steps, their samples, the seconds they took, and those of them that were spent waiting for a batch."""
+
+    steps: int
+    samples: int
+    total_s: float
+    wait_s: float
 
 
 class _Clock:
     """Time spent in train steps: what lies between `restart` and the `step`s that follow."""
 
     def __init__(self) -> None:
-        self.steps, self.total_s = 0, 0.0
-        self._taken = (0, 0.0)
+        self.spent = self._taken = _Spent(0, 0, 0.0, 0.0)
         self.restart()
 
     def restart(self) -> None:
         self._since = time.monotonic()
 
-    def step(self) -> None:
-        now = time.monotonic()
-        self.steps, self.total_s, self._since = self.steps + 1, self.total_s + now - self._since, now
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        self.spent = self.spent._replace(wait_s=self.spent.wait_s + time.monotonic() - begun)
 
-    def take(self) -> float:
-        """Mean seconds of the steps since the last `take`."""
-        steps, total_s = self._taken
-        self._taken = (self.steps, self.total_s)
-        return (self.total_s - total_s) / (self.steps - steps)
+    def step(self, samples: int) -> None:
+        now, spent = time.monotonic(), self.spent
+        self.spent = _Spent(spent.steps + 1, spent.samples + samples, spent.total_s + now - self._since, spent.wait_s)
+        self._since = now
+
+    def take(self) -> _Spent:
+        """What was spent since the last `take`."""
+        now, before, self._taken = self.spent, self._taken, self.spent
+        steps, samples = now.steps - before.steps, now.samples - before.samples
+        return _Spent(steps, samples, now.total_s - before.total_s, now.wait_s - before.wait_s)
+
+
+def _peak_memory_bytes() -> int | None:
+    """Of the fullest local device; None where the backend does not count."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return max((peak for peak in peaks if peak), default=None)
 
 
 def _every(period: int, step: int) -> bool:

@@ -64,7 +64,13 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
             shape = model_config.shape()
         except ConfigError as error:
             problems += error.problems
-    across = [*_check_layout(config), *_check_schedule(config), *check_sources(config.data), *_check_log(config)]
+    across = [
+        *_check_layout(config),
+        *_check_schedule(config),
+        *check_sources(config.data),
+        *_check_checkpoints(config),
+        *_check_log(config),
+    ]
     if shape is not None:
         across += _check_model(config, shape)
     if machine is not None:
@@ -90,6 +96,7 @@ def check(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:
         *_check_layout(config),
         *_check_schedule(config),
         *check_sources(config.data),
+        *_check_checkpoints(config),
         *_check_log(config),
         *_check_model(config, shape),
         *_check_machine(config, machine),
@@ -166,6 +173,8 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
             f"parallel.pp {parallel.pp} x parallel.virtual_stages {v} = {ops}, which must be at most {MAX_OPS}; "
             f"use {most} or less"
         )
+    else:
+        yield from _check_rampup(config, ranks)
     if optimizer.warmup_steps > train.steps:
         yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps} must be at most train.steps = {train.steps}; "
@@ -224,6 +233,56 @@ def check_sources(data: Data) -> Iterator[str]:
     if data.source[least] < bound:
         where = f"data.source: the weight {data.source[least]} of {show(least)}"
         yield f"{where} must be at least a millionth of the largest; use {bound} or more"
+
+
+def _check_rampup(config: RunConfig, ranks: int) -> Iterator[str]:
+    """Rules of the batch-size ramp, where the full size is a multiple of `ranks`: of dp x ep x micro_batch_size."""
+    train, where = config.train, f"train.rampup_batch_size = {brief(config.train.rampup_batch_size)}"
+    if not train.rampup_batch_size:
+        return
+    full = train.global_batch_size
+    if len(train.rampup_batch_size) != 3 or min(train.rampup_batch_size) < 1:
+        example = f"[{ranks}, {ranks}, {1000 * ranks}]" if ranks < full else "[]"
+        yield f"{where} must be three integers of at least 1: start, increment, samples; use {example}"
+        return
+    start, increment, _ = train.rampup_batch_size
+    product = (
+        f"parallel.dp {config.parallel.dp} x parallel.ep {config.parallel.ep} x "
+        f"train.micro_batch_size {train.micro_batch_size} = {ranks}"
+    )
+    if full == ranks:
+        yield f"{where}: no size below train.global_batch_size = {full} is a multiple of {product}; use []"
+        return
+    if start >= full:
+        below = [n for n in (full - 2 * ranks, full - ranks) if n > 0]
+        use = either(map(str, below))
+        yield f"{where}: the start {start} must be less than train.global_batch_size = {full}; use a start of {use}"
+        return
+    if start % ranks:
+        use = either(str(n) for n in (start // ranks * ranks, (start // ranks + 1) * ranks) if 0 < n < full)
+        yield f"{where}: the start {start} is not a multiple of {product}; use a start of {use}"
+        return
+    works = [d for d in _divisors(full - start) if d % ranks == 0]
+    use = f"an increment of {_nearest(increment, works)}"
+    if increment % ranks:
+        yield f"{where}: the increment {increment} is not a multiple of {product}; use {use}"
+    elif (full - start) % increment:
+        to_grow = f"train.global_batch_size {full} - {start} = {full - start}"
+        yield f"{where}: the increment {increment} does not divide {to_grow}; use {use}"
+
+
+def _check_checkpoints(config: RunConfig) -> Iterator[str]:
+    every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
+    if keep_every and not every:
+        yield (
+            f"checkpoint.keep_every = {keep_every} needs checkpoints of such steps, but checkpoint.every = 0; "
+            f"use checkpoint.every = {keep_every}, or keep_every = 0"
+        )
+    elif keep_every and keep_every % every:
+        yield (
+            f"checkpoint.keep_every = {keep_every} is not a multiple of checkpoint.every = {every}, so that some "
+            f"are never written; use {_nearest_multiples(keep_every, every)}"
+        )
 
 
 def _check_log(config: RunConfig) -> Iterator[str]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.xdist_group("train")  # one worker makes the run that the others read
 ROOT = Path(__file__).parents[2]
@@ -44,9 +47,20 @@ OTHER_LAYOUT = (
     "parallel.virtual_stages=2",
     "parallel.zero=0",
 )
-KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu", "skipped"}
+KEYS = {
+    *("step", "loss", "grad_norm", "learning_rate", "tokens", "global_batch_size", "step_time_s", "data_wait_s"),
+    *("tokens_per_s", "mfu", "skipped"),
+}
+ONE_DEVICE = ("parallel.dp=1", "parallel.pp=1", "model.layers=2", "train.eval_every=0", "train.eval_batches=1")
 # What the command line has to set by itself.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_program_is_compiled_once(tmp_path_factory):
+    """By jax's cache of compiled programs: most of what these tests take is compilation."""
+    ENVIRONMENT["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
+    ENVIRONMENT["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
 def command(folder: Path, *words: str) -> list[str]:
@@ -87,8 +101,14 @@ def test_a_run(folder: Path, first: dict):
     assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 7)]
     assert [line["step"] for line in lines if "valid_loss" in line] == [3, 6]
     assert all(line["mfu"] is None and line["skipped"] == 0 for line in lines)
+    assert all(line["global_batch_size"] == 8 and 0 <= line["data_wait_s"] <= line["step_time_s"] for line in lines)
     assert lines[0]["loss"] == pytest.approx(5.55, abs=0.1)  # log 256, about what a new model has
     assert (first["status"], first["step"], first["valid_loss"]) == ("done", 6, lines[-1]["valid_loss"])
+    assert (first["samples"], first["tokens"]) == (48, 48 * 32) and 0 <= first["data_wait_share"] <= 1
+    facts = json.loads((folder / "run" / "checkpoints" / "3" / "facts" / "metadata").read_text())
+    assert (facts["step"], facts["samples"], facts["tokens"]) == (3, 24, 24 * 32)
+    assert (facts["loss"], facts["valid_loss"]) == (lines[2]["loss"], lines[2]["valid_loss"])
+    assert facts["layout"]["parallel"]["dp"] == 2 and facts["versions"].keys() == {"parallax", "jax"}
     assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["3", "6"]
 
 
@@ -132,6 +152,11 @@ def test_resumed_on_another_layout(folder: Path, first: dict):
     assert [line["step"] for line in lines] == [*range(1, 10)]
     assert lines[-1]["tokens"] == 256 * 9 and lines[-1]["valid_loss"] < first["valid_loss"]
     assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["6", "9"]
+    events = EventAccumulator(str(folder / "run" / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (line["step"], pytest.approx(line["loss"])) for line in lines
+    ]
+    assert [event.step for event in events.Scalars("eval/loss")] == [3, 6, 9]
 
 
 def test_a_signal_saves(tmp_path: Path):
@@ -181,3 +206,97 @@ def test_a_loss_that_is_not_finite_is_a_failure(tmp_path: Path):
     assert done.returncode == 1
     assert "error: step 3: the loss is not finite; stopped without saving" in done.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_microbatches_without_a_pipeline_are_one_batch(tmp_path: Path):
+    losses = []
+    for micro_batch_size in (1, 8):
+        folder = tmp_path / str(micro_batch_size)
+        folder.mkdir()
+        done = train(folder, *ONE_DEVICE, f"train.micro_batch_size={micro_batch_size}", "train.steps=4")
+        assert done.returncode == 0, done.stderr
+        losses.append([line["loss"] for line in metrics(folder)])
+    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_resumed_in_the_middle_of_a_ramp(tmp_path: Path):
+    """4 up to 16 samples, then 8. Resumed from step 3, the losses are the same bit for bit."""
+    ramp = (*ONE_DEVICE, "train.rampup_batch_size=[4, 4, 16]")
+    done = train(tmp_path, *ramp, "--json")
+    assert done.returncode == 0, done.stderr
+    lines, sizes = metrics(tmp_path), [4, 4, 4, 4, 8, 8]
+    assert [line["global_batch_size"] for line in lines] == sizes
+    assert [line["tokens"] for line in lines] == [32 * sum(sizes[:n]) for n in range(1, 7)]
+    assert (json.loads(done.stdout)["samples"], json.loads(done.stdout)["tokens"]) == (32, 32 * 32)
+    assert "step 5: global batch size 4 → 8, compiled in" in done.stderr
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    again = train(tmp_path, *ramp, "--resume", "--json")
+    assert again.returncode == 0, again.stderr
+    result, resumed = json.loads(again.stdout), metrics(tmp_path)
+    assert (result["resumed_step"], result["samples"]) == (3, 32)
+    for key in ("step", "loss", "grad_norm", "tokens", "global_batch_size", "learning_rate"):
+        assert [line[key] for line in resumed] == [line[key] for line in lines]
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Steps of the checkpoints that have their final names."""
+    where = folder / "run" / "checkpoints"
+    return sorted(int(path.name) for path in where.iterdir() if path.name.isdecimal()) if where.is_dir() else []
+
+
+def wait_for(running: subprocess.Popen, condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert running.poll() is None and time.monotonic() < deadline, running.communicate()
+        time.sleep(0.001)
+
+
+def test_killed_while_a_checkpoint_is_written(tmp_path: Path):
+    """By SIGKILL, then by two Ctrl-C: what was there before is good to resume from, and halves do not count."""
+    heavy = (*ONE_DEVICE, "model.layers=1", "model.width=256", "model.ff=8192", "train.global_batch_size=1")
+    words = (*heavy, "train.seq_len=8", "checkpoint.every=1", "train.steps=100000", "train.eval_every=0")
+    being_written = lambda: [*(tmp_path / "run" / "checkpoints").glob("*-tmp")]
+
+    def start(*more: str) -> subprocess.Popen:
+        whole = command(tmp_path, *words, *more)
+        return subprocess.Popen(whole, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+
+    running = start()
+    wait_for(running, lambda: checkpoints(tmp_path) and being_written())
+    running.kill()
+    running.communicate()
+    steps, halves = checkpoints(tmp_path), being_written()
+    assert steps and halves
+
+    running = start("--resume")
+    wait_for(running, lambda: (later := checkpoints(tmp_path)) and later[-1] > steps[-1] and being_written())
+    running.send_signal(signal.SIGINT)
+    assert running.stderr
+    for line in running.stderr:
+        if line.startswith("SIGINT: saving after this step"):
+            break
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=60)
+    assert running.returncode == -signal.SIGINT
+    assert not set(halves) & set(being_written())  # the second run has cleared up after the first
+
+    newest = checkpoints(tmp_path)[-1]
+    last = train(tmp_path, *words, "--resume", "--json", f"train.steps={newest + 1}")
+    assert last.returncode == 0, last.stderr
+    result = json.loads(last.stdout)
+    assert (result["resumed_step"], result["step"]) == (newest, newest + 1)
+    assert [line["step"] for line in metrics(tmp_path)] == [*range(1, newest + 2)]
+    assert being_written() == [] and checkpoints(tmp_path)[-1] == newest + 1
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path):
+    """The system lets no file grow beyond 64 kB. The run would have gone on for long."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64_000, 64_000))
+    words = command(tmp_path, *ONE_DEVICE, "train.steps=100000", "checkpoint.every=2", "log.every=1000", "--json")
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["status"], result["checkpoint"]) == ("failed", None) and 2 <= result["step"] < 100000
+    (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "checkpoints/2 could not be written: " in error and "File too large" in error

@@ -1,18 +1,22 @@
-"""Checkpoints: what one layout saves, another restores bit for bit; and what is chosen to resume from."""
+"""Checkpoints: what one layout saves, another restores bit for bit; what is kept, and what is chosen to resume from."""
 
 from __future__ import annotations
 
+import json
+import resource
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from parallax.canonical import Canonical
-from parallax.checkpoint import Checkpoints, check_identity, identity
+from parallax.checkpoint import FACTS, Checkpoints, check_identity, identity
+from parallax.checkpoint_io import CheckpointError, CheckpointWriter, restore_state
 from parallax.config import Checkpoint, ConfigError, Data, Log, MeshChoice, Optimizer, Parallel, RunConfig, Train
 from parallax.config import Model as ModelChoice
 from parallax.machine import load_machine
@@ -80,12 +84,13 @@ def test_layouts_cover_flattened_weights():
 
 @pytest.mark.parametrize(("saved_on", "restored_on"), PAIRS)
 def test_bit_equal_over_layouts(tmp_path: Path, saved_on: str, restored_on: str):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
     before, after = Canonical(program_of(saved_on)), Canonical(program_of(restored_on))
     saved = before.from_state(filled(saved_on))
-    checkpoints.save(7, saved, {})
+    with CheckpointWriter(checkpoints, Checkpoint(keep=1)) as writer:
+        writer.save(7, saved, {})
 
-    restored = after.to_state(checkpoints.restore(7, after.target))
+    restored = after.to_state(restore_state(checkpoints, 7, after.target))
     assert_equal(restored, filled(restored_on))  # what was flattened is padded with zeros again
     canonical = after.from_state(restored)
     assert_equal(canonical, saved)
@@ -109,20 +114,115 @@ def test_initial_weights_are_the_same_on_every_layout(layout: str):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-7), weights, plain_weights())
 
 
+# The writer. A state here is a dictionary of arrays: the writer does not look inside.
+
+
+def counted(step: int, size: int = 1000) -> dict[str, jax.Array]:
+    return {"x": jnp.arange(size, dtype=jnp.float32) + step}
+
+
+def facts_of(step: int) -> dict[str, Any]:
+    return dict.fromkeys(FACTS, None) | {"step": step}
+
+
 def test_only_complete_checkpoints_count(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
-    assert checkpoints.steps() == []
-    state = Canonical(program_of("one device")).from_state(filled("one device"))
-    facts = {"identity": {}, "weights": {}, "train_steps": 20}
-    for step in (5, 10, 15):
-        checkpoints.save(step, state, facts | {"step": step})
-    assert checkpoints.steps() == [10, 15] and checkpoints.facts(15) == facts | {"step": 15}
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.steps() == [] and checkpoints.incomplete() == []
+    with CheckpointWriter(checkpoints, Checkpoint(keep=2)) as writer:
+        for step in (5, 10, 15):
+            writer.save(step, counted(step), facts_of(step))
+    assert checkpoints.steps() == [10, 15] and checkpoints.facts(15) == facts_of(15)
     (checkpoints.folder / "20.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     (checkpoints.folder / "25").mkdir()
     (checkpoints.folder / "30" / "state").mkdir(parents=True)
     assert checkpoints.steps() == [10, 15]
-    checkpoints.save(30, state, facts | {"step": 30})  # not stopped by the half of one in its place
+    assert [path.name for path in checkpoints.incomplete()] == ["20.orbax-checkpoint-tmp", "25", "30"]
+    with CheckpointWriter(checkpoints, Checkpoint(keep=2)) as writer:
+        writer.save(30, counted(30), facts_of(30))  # not stopped by the half of one in its place
     assert checkpoints.steps() == [15, 30]
+    assert not (checkpoints.folder / "20.orbax-checkpoint-tmp").exists()
+
+
+def test_what_is_kept(tmp_path: Path):
+    """The newest two, and for good those of the steps that 4 divides; also by a second writer, of a resumed run."""
+    checkpoints = Checkpoints(tmp_path)
+    for first, last, kept in ((1, 6, [4, 5, 6]), (7, 9, [4, 8, 9])):
+        with CheckpointWriter(checkpoints, Checkpoint(keep=2, keep_every=4)) as writer:
+            for step in range(first, last + 1):
+                writer.save(step, counted(step), facts_of(step))
+        assert checkpoints.steps() == kept and checkpoints.incomplete() == []
+    restored = restore_state(checkpoints, 4, jax.eval_shape(lambda: counted(0)))  # not touched by what came after it
+    assert np.array_equal(restored["x"], np.arange(1000, dtype=np.float32) + 4)
+
+
+def test_the_state_may_change_while_it_is_written(tmp_path: Path):
+    """Steps that use up the state they are given, as training's do, run on while its canonical form is written."""
+    program, canonical = program_of("one device"), Canonical(program_of("one device"))
+    state = jax.tree.map(lambda x: x + 0, filled("one device"))
+    spoil = jax.jit(lambda state: jax.tree.map(lambda x: x * 0 - 1, state), donate_argnums=0)
+    saved = jax.tree.map(np.asarray, canonical.from_state(filled("one device")))
+    with CheckpointWriter(Checkpoints(tmp_path), Checkpoint()) as writer, jax.set_mesh(program.mesh):
+        writer.save(1, canonical.from_state(state), facts_of(1))
+        for _ in range(3):
+            state = spoil(state)
+        jax.block_until_ready(state)
+    assert_equal(restore_state(Checkpoints(tmp_path), 1, canonical.target), saved)
+
+
+def test_a_write_that_fails_is_an_error(tmp_path: Path):
+    """The system lets no file grow beyond 100,000 bytes: the write fails behind the back of the one who saves."""
+    checkpoints = Checkpoints(tmp_path)
+    with CheckpointWriter(checkpoints, Checkpoint()) as writer:
+        writer.save(1, counted(1), facts_of(1))
+    random = {"x": jax.random.normal(jax.random.key(0), (100_000,))}  # does not compress
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        writer = CheckpointWriter(checkpoints, Checkpoint())
+        writer.save(2, random, facts_of(2))
+        message = (
+            rf"^checkpoint {tmp_path}/2 could not be written: .*File too large.*; the newest complete one is .*/1$"
+        )
+        with pytest.raises(CheckpointError, match=message) as caught:
+            writer.wait()
+        assert "\n" not in str(caught.value)
+        writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoints.steps() == [1]
+
+
+def test_facts_that_cannot_be_read(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    for step, text in ((1, json.dumps(facts_of(1))), (2, '{"step'), (3, "[]"), (4, '{"step": 4}')):
+        (tmp_path / str(step) / "state").mkdir(parents=True)
+        (tmp_path / str(step) / "facts").mkdir()
+        (tmp_path / str(step) / "facts" / "metadata").write_text(text)
+    assert checkpoints.facts(1) == facts_of(1)
+    for step, why in ((2, "not JSON"), (3, "lack everything"), (4, "lack identity, kept, ")):
+        with pytest.raises(ConfigError, match=rf"{step} cannot be read: .*{why}.*; move it away to resume from .*/\d$"):
+            checkpoints.facts(step)
+
+
+# The same run
+
+
+def test_files_count_by_their_names():
+    resolved = Resolved(run_config(Parallel()), llama, CONFIG, CONFIG.shape(), load_machine(MeshChoice()))
+
+    def moved(source: str | dict[str, float], tokenizer: str, model_file: str = "") -> dict[str, Any]:
+        data = Data(source=source, tokenizer=tokenizer)
+        model = ModelChoice(name="llama-tiny", file=model_file)
+        return identity(replace(resolved, config=replace(resolved.config, data=data, model=model)))
+
+    assert moved("/a/text.jsonl", "/a/t.json", "/a/m.py") == moved("/b/c/text.jsonl", "/d/t.json", "/e/m.py")
+    assert moved("/a/text.jsonl", "/a/t.json") != moved("/a/other.jsonl", "/a/t.json")
+    mixture = moved({"/a/x.txt": 1.0, "/b/y.txt": 2.0}, "bytes")
+    assert mixture == moved({"/c/x.txt": 1.0, "/c/y.txt": 2.0}, "bytes")
+    assert mixture["data.source"] == {"x.txt": 1.0, "y.txt": 2.0}
+    assert mixture != moved({"/a/x.txt": 1.0, "/b/y.txt": 3.0}, "bytes")
+    same_name = moved({"/data/en/x.txt": 1.0, "/data/de/x.txt": 2.0}, "bytes")
+    assert same_name["data.source"] == {"en/x.txt": 1.0, "de/x.txt": 2.0}
 
 
 def test_what_must_not_change():

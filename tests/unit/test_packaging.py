@@ -20,20 +20,26 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("train",),
-    ("canonical", "start"),
+    ("canonical", "summary"),
+    ("start",),
     ("program",),
-    ("checkpoint", "data", "metrics", "optimizer"),
+    ("checkpoint_io",),
+    ("checkpoint_command", "data", "metrics", "optimizer"),
+    ("checkpoint",),
     ("pipeline",),
     ("mesh", "model"),
     ("nn",),
     ("sharding",),
-    ("validate",),
+    ("batch_size", "text", "validate"),
     ("machine", "model_files"),
     ("schedule", "config"),
-    ("environment", "hlo", "shape", "stages"),
+    ("environment", "hlo", "shape", "stages", "version"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-WITHOUT_JAX = ("cli", "config", "environment", "hlo", "machine", "schedule", "shape", "stages", "validate")
+WITHOUT_JAX = (
+    *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "environment", "hlo", "machine", "schedule"),
+    *("shape", "stages", "text", "validate", "version"),
+)
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -171,6 +171,47 @@ WRONG = {
     ),
     "rotary base": ({"model.rope_theta": "0"}, "rope_theta = 0.0 must be greater than 0", "10000"),
     "too long a schedule": ({"train.global_batch_size": "2000000"}, "= 2000000", "at most 1000000", "1000000 or less"),
+    "ramp of two numbers": (
+        {"train.rampup_batch_size": "[2, 2]"},
+        *("rampup_batch_size = [2, 2] must be three integers of at least 1", "use [2, 2, 2000]"),
+    ),
+    "ramp of no samples": (
+        {"train.rampup_batch_size": "[2, 2, 0]"},
+        *("= [2, 2, 0]", "at least 1", "use [2, 2, 2000]"),
+    ),
+    "ramp of words": ({"train.rampup_batch_size": '["2", 2, 10]'}, '["2", 2, 10]', "must be a list", "use []"),
+    "ramp from above": (
+        {"train.rampup_batch_size": "[8, 2, 10]"},
+        *("the start 8 must be less than train.global_batch_size = 8", "use a start of 4 or 6"),
+    ),
+    "ramp from between ranks": (
+        {"train.rampup_batch_size": "[3, 2, 10]"},
+        *("the start 3 is not a multiple of parallel.dp 2 x", "= 2; use a start of 2 or 4"),
+    ),
+    "ramp by less than the ranks": (
+        {"train.rampup_batch_size": "[2, 3, 10]"},
+        *("the increment 3 is not a multiple of parallel.dp 2 x", "= 2; use an increment of 2 or 6"),
+    ),
+    "ramp by what does not divide": (
+        {"train.rampup_batch_size": "[2, 4, 10]"},
+        *("the increment 4 does not divide train.global_batch_size 8 - 2 = 6", "use an increment of 2 or 6"),
+    ),
+    "ramp without room": (
+        {"train.rampup_batch_size": "[4, 4, 10]", "train.micro_batch_size": "4"},
+        *("no size below train.global_batch_size = 8 is a multiple of parallel.dp 2", "micro_batch_size 4 = 8; use []"),
+    ),
+    "ramp of a schedule in a file": (
+        {"train.rampup_batch_size": "[2, 2, 10]", "parallel.schedule": '"a.csv"'},
+        *("rampup_batch_size = [2, 2, 10]", "one number of microbatches", "use 1f1b, interleaved or gpipe, or"),
+    ),
+    "checkpoints for good of no steps": (
+        {"checkpoint.keep_every": "10"},
+        *("checkpoint.keep_every = 10 needs", "checkpoint.every = 0", "use checkpoint.every = 10, or keep_every = 0"),
+    ),
+    "checkpoints for good that are missed": (
+        {"checkpoint.keep_every": "10", "checkpoint.every": "4"},
+        *("keep_every = 10", "not a multiple of checkpoint.every = 4", "use 8 or 12"),
+    ),
     "no folder": ({"log.dir": '""'}, 'log.dir = ""', "not the name of a folder", "runs/x"),
     "folder with a NUL": ({"log.dir": '"a\\u0000"'}, 'log.dir = "a\\u0000"', "not the name of a folder"),
     "folder with a long name": ({"log.dir": f'"{"é" * 128}"'}, "a name of 256 bytes", "at most 255"),
