@@ -11,13 +11,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from parallax.checkpoint import Checkpoints, check_identity, check_weights
-from parallax.config import ConfigError, show
+from parallax.checkpoint import Checkpoints, check_data, check_identity, check_weights
+from parallax.config import SCHEDULES, ConfigError, show
 from parallax.data import Data, open_data
 from parallax.mesh import make_mesh
 from parallax.metrics import say
 from parallax.model import Model
 from parallax.program import Program
+from parallax.schedule.simulate import lockstep_warning
 from parallax.validate import Resolved, check_devices
 
 
@@ -40,8 +41,12 @@ def prepare(resolved: Resolved, resume: bool) -> Start:
     checkpoints = Checkpoints(Path(config.log.dir) / "checkpoints")
     model = Model(resolved.model_module, resolved.model_config, resolved.shape, config.train.remat)
     facts = _facts_to_resume(resolved, model, checkpoints) if resume else _check_unused(resolved, checkpoints)
-    data = _open(resolved)  # where resumed, it has to be the data of `facts`
+    data = _open(resolved)
+    if resume:
+        check_data(data.fingerprint, facts["data"], checkpoints.path(facts["step"]))
     program = Program(config, model, _mesh(resolved))
+    if config.parallel.schedule not in SCHEDULES and (warning := lockstep_warning(program.table)):
+        say(f"warning: {warning}")
     return Start(resolved, program, data, checkpoints, facts["step"], facts["samples"], resume)
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from parallax.canonical import Canonical
 from parallax.checkpoint import Checkpoints
-from parallax.config import Log, Optimizer, Parallel, RunConfig, Train
+from parallax.checkpoint_io import CheckpointWriter, restore_state
+from parallax.config import Checkpoint, Log, Optimizer, Parallel, RunConfig, Train
 from parallax.config import Model as ModelChoice
 from parallax.data import Batch
 from parallax.mesh import make_mesh
@@ -96,10 +97,11 @@ def assert_equal(a, b) -> None:
 @pytest.mark.parametrize(("source", "target"), PAIRS + [(name, name) for name in NAMES])
 def test_goes_on(tmp_path: Path, source: str, target: str):
     saved, losses = run_of(source)
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(BEFORE, saved, {})
+    checkpoints = Checkpoints(tmp_path)
+    with CheckpointWriter(checkpoints, Checkpoint()) as writer:
+        writer.save(BEFORE, saved, {})
     canonical = Canonical(program_of(target))
-    state = canonical.to_state(checkpoints.restore(BEFORE, canonical.target))
+    state = canonical.to_state(restore_state(checkpoints, BEFORE, canonical.target))
     assert_equal(canonical.from_state(state), saved)  # masters, both moments, counts
     assert_equal(weights_of(target, state), saved["masters"])
     _, after = steps(target, state, range(BEFORE, BEFORE + AFTER))

@@ -90,11 +90,8 @@ def run_config(parallel: Parallel, precision: str, steps: int) -> RunConfig:
 
 
 def text_batches(run: RunConfig):
-    data = open_data(
-        source="python-stdlib", valid_fraction=0.05, tokenizer="bytes", seq_len=128, global_batch_size=16,
-        vocab_size=256, seed=0,
-    )  # fmt: skip
-    return [data.train.batch(step) for step in range(run.train.steps)]
+    data = open_data(run.data, seq_len=128, global_batch_size=16, vocab_size=256, seed=0)
+    return [data.train.batch(16 * step, 16) for step in range(run.train.steps)]
 
 
 @pytest.mark.slow
