@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import parallax.config
 from parallax.config import SOURCES, ConfigError, show
 from parallax.data.bigram import bigram_loss
 from parallax.data.indexed import find_prefix
-from parallax.data.loader import Batch, HeldOut, TrainStream, Windows, WindowSource, check_fills_a_batch
+from parallax.data.loader import Batch, HeldOut, TrainStream, Windows, WindowSource, check_fills_a_batch, mixing_weights
 from parallax.data.sources import Corpus, Split, split_indexed, split_stdlib, split_text, synthetic
 from parallax.data.tokenizer import Tokenizer, open_tokenizer
 from parallax.validate import check_sources
@@ -62,42 +61,47 @@ def open_data(
     if weights.keys() != {"synthetic"}:
         tokenizer = open_tokenizer(config.tokenizer, config.separator)
         _check_vocabulary(config.tokenizer, tokenizer, vocab_size)
-    splits: dict[str, Split | None] = {}
-    for name in weights:
+    splits = _open_all(list(weights), config, tokenizer, vocab_size)
+    mixing = mixing_weights([*weights.values()])
+    shares = {name: part / sum(mixing) for name, part in zip(weights, mixing, strict=True)}
+    sources, problems = [], []
+    for name, split in splits.items():
+        train, held_out = synthetic(vocab_size, seed, seq_len, config.isolate_documents)
+        if split is not None:
+            train, held_out = (
+                Windows(tokens, seq_len, config.isolate_documents) for tokens in (split.train, split.held_out)
+            )
+            for windows, side in ((train, "training"), (held_out, "held-out")):
+                try:
+                    check_fills_a_batch(windows, global_batch_size, f"{side} text of {_where(name)}", shares[name])
+                except ConfigError as error:
+                    problems += error.problems
+        sources.append(_Source(name, shares[name], split, train, held_out))
+    if problems:
+        raise ConfigError(problems)
+    only = sources[0].split if len(sources) == 1 else None
+    return Data(
+        TrainStream([source.train for source in sources], mixing, seed),
+        HeldOut([source.held_out for source in sources], mixing, global_batch_size),
+        "; ".join(map(_describe, sources)),
+        _fingerprint(sources, tokenizer),
+        only.corpus if only is not None else None,
+    )
+
+
+def _open_all(
+    names: list[str], config: parallax.config.Data, tokenizer: Tokenizer | None, vocab_size: int
+) -> dict[str, Split | None]:
+    """Each source's split; None for "synthetic". Raises ConfigError with the problems of all."""
+    splits, problems = {}, []
+    for name in names:
         try:
             splits[name] = _open(name, config, tokenizer, vocab_size)
         except ConfigError as error:
             problems += error.problems
-    if not problems:
-        problems = _tokenizer_problems(splits, config, tokenizer)
-    if problems:
+    if problems := problems or _tokenizer_problems(splits, config, tokenizer):
         raise ConfigError(problems)
-    largest = max(weights.values())  # first: the sum of the weights themselves may be no finite number
-    total = math.fsum(weight / largest for weight in weights.values())
-    shares = {name: weight / largest / total for name, weight in weights.items()}
-    sources = []
-    for name, share in shares.items():
-        split, isolate, where = splits[name], config.isolate_documents, _where(name)
-        if split is None:
-            train, held_out = synthetic(vocab_size, seed, seq_len, isolate)
-        else:
-            train, held_out = Windows(split.train, seq_len, isolate), Windows(split.held_out, seq_len, isolate)
-            for windows, side in ((train, "training"), (held_out, "held-out")):
-                try:
-                    check_fills_a_batch(windows, global_batch_size, f"{side} text of {where}", share)
-                except ConfigError as error:
-                    problems += error.problems
-        sources.append(_Source(name, share, split, train, held_out))
-    if problems:
-        raise ConfigError(problems)
-    first = splits[next(iter(weights))]
-    return Data(
-        TrainStream([source.train for source in sources], [*shares.values()], seed),
-        HeldOut([source.held_out for source in sources], [*shares.values()], global_batch_size),
-        "; ".join(map(_describe, sources)),
-        _fingerprint(sources, tokenizer),
-        first.corpus if first is not None and len(weights) == 1 else None,
-    )
+    return splits
 
 
 def _open(name: str, config: parallax.config.Data, tokenizer: Tokenizer | None, vocab_size: int) -> Split | None:

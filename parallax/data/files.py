@@ -17,7 +17,7 @@ from pathlib import Path
 
 from parallax.config import ConfigError, brief, either, show
 
-PIECE_CHARACTERS = 1 << 20  # of a document, handed to a tokenizer at once: bounds memory
+PIECE_CHARACTERS = 1 << 18  # of a document, handed to a tokenizer at once: bounds memory
 _READ_BYTES = 1 << 20
 _PACKED = frozenset((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".parquet", ".arrow"))
 _SHOWN_PROBLEMS = 5

@@ -98,6 +98,11 @@ def check_fills_a_batch(windows: Windows, global_batch_size: int, split: str, sh
     )
 
 
+def mixing_weights(weights: Sequence[float]) -> list[int]:
+    """Weights as hundredths of the smallest: these Grain keeps to exactly, others it rounds to such by itself."""
+    return [round(100 * weight / min(weights)) for weight in weights]
+
+
 class TrainStream:
     """The training samples without end; each source is reshuffled every epoch, which holds each of its samples once.
 

@@ -20,7 +20,7 @@ from parallax.data.files import PIECE_CHARACTERS, TextFile, read_pieces
 from parallax.data.indexed import FORMAT, Indexed, open_indexed, write_indexed
 from parallax.data.tokenizer import Tokenizer
 
-_BATCH_CHARACTERS = 2 * PIECE_CHARACTERS  # handed to the tokenizer at once, which spreads the pieces over its threads
+_BATCH_CHARACTERS = 4 * PIECE_CHARACTERS  # handed to the tokenizer at once, which spreads the pieces over its threads
 
 
 def tokenize_files(

@@ -362,6 +362,27 @@ def test_too_short_for_its_share_of_a_batch(tmp_path: Path):
     open_source({tmp_path / "a.txt": 1, "synthetic": 1}, batch=2, valid_fraction=0.1)
 
 
+@pytest.mark.parametrize("weights", [(0.3, 0.7), (1, 3), (1, 1e-3), (0.123, 0.456)])
+@pytest.mark.parametrize("batch", [1, 2, 7, 10, 16])
+def test_where_no_source_is_too_short_there_is_a_batch_of_held_out_data(
+    tmp_path: Path, weights: tuple[float, float], batch: int
+):
+    for size in range(20, 1000, 20):
+        write(tmp_path, {"a.txt": "x" * size})
+        mixture = {tmp_path / "a.txt": weights[0], "synthetic": weights[1]}
+        try:
+            data = open_source(mixture, batch=batch, valid_fraction=0.5)
+        except ConfigError as error:
+            assert "needs a share of" in str(error)
+        else:
+            assert data.held_out.max_batches >= 1
+            assert data.held_out.max_batches * batch * weights[0] / sum(weights) < size / 2 / 8 * 1.02
+            list(data.held_out.batches(1))
+            break
+    else:
+        pytest.fail("no size was enough")
+
+
 def test_a_file_that_changes_while_it_is_used_is_said(tmp_path: Path):
     write(tmp_path, {"a.txt": "x" * 1000})
     data = open_source(tmp_path / "a.txt")
