@@ -106,7 +106,6 @@ WRONG = {
         {"parallel.schedule": '"mine.csv"', "parallel.dp": "256", "train.global_batch_size": "1024"},
         *("x dp 256 x", "= 1024, but at most 512 are emulated", "use parallel.tp = 1"),
     ),
-    "data from a path": ({"data.source": '"/data"'}, '"/data"', "not a choice", '"python-stdlib" or "synthetic"'),
     "heads by tp": ({"parallel.tp": "8"}, "parallel.tp = 8", "does not divide model.heads = 4", "use 1, 2 or 4"),
     "key/value heads by tp": (
         {"parallel.tp": "6", "model.heads": "36", "model.head_size": "32", "model.kv_heads": "9"}
@@ -199,10 +198,6 @@ WRONG = {
     "ramp without room": (
         {"train.rampup_batch_size": "[4, 4, 10]", "train.micro_batch_size": "4"},
         *("no size below train.global_batch_size = 8 is a multiple of parallel.dp 2", "micro_batch_size 4 = 8; use []"),
-    ),
-    "ramp of a schedule in a file": (
-        {"train.rampup_batch_size": "[2, 2, 10]", "parallel.schedule": '"a.csv"'},
-        *("rampup_batch_size = [2, 2, 10]", "one number of microbatches", "use 1f1b, interleaved or gpipe, or"),
     ),
     "checkpoints for good of no steps": (
         {"checkpoint.keep_every": "10"},
