@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from parallax.model import Model
 from parallax.models import gpt, llama
 from parallax.optimizer import learning_rates
 from parallax.program import Program
+from parallax.schedule import to_csv
 
 TOLERANCE = 1e-5  # ‖a - b‖₂ / ‖b‖₂ of a leaf, float32
 CASES = covering_array() + covering_array(CONTEXT_FACTORS)
@@ -77,6 +80,10 @@ def worst(got, wanted, skip=()) -> tuple[float, str]:
     "case", [pytest.param(c, marks=[pytest.mark.newest] if c.layout in NEWEST else []) for c in CASES + EXTRAS], ids=str
 )
 def test_parity(case: Case):
+    check_parity(case)
+
+
+def check_parity(case: Case):
     program = build(case)
     data = batches(program)
     start = initial_weights(case.family, case.depth, case.tied, case.vocab_size)
@@ -111,6 +118,41 @@ def test_parity(case: Case):
     assert error <= TOLERANCE, f"gradient of {name}: {error:.1e}"
     error, name = worst(canonical(program, state.weights), want_weights, skip)
     assert error <= TOLERANCE, f"weight {name} after {len(data)} steps: {error:.1e}"
+
+
+def free_running_1f1b(p: int, m: int) -> str:
+    """As Megatron-LM and PyTorch run it: rank r begins with p - r - 1 forwards more than backwards"""
+    lines = []
+    for r in range(p):
+        warmup = min(p - r - 1, m)
+        cells = [f"{r}F{i}" for i in range(warmup)]
+        cells += [cell for i in range(m - warmup) for cell in (f"{r}F{warmup + i}", f"{r}B{i}")]
+        lines.append(",".join(cells + [f"{r}B{i}" for i in range(m - warmup, m)]))
+    return "\n".join(lines)
+
+
+def test_parity_of_a_schedule_from_a_file(tmp_path: Path):
+    path = tmp_path / "free.csv"
+    case = Case("llama", "pp4-tp2", str(path), 1, "selective", "not a multiple", 1)
+    path.write_text(free_running_1f1b(case.pp, case.m))
+    check_parity(case)
+
+
+@pytest.mark.parametrize(("schedule", "v"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+def test_a_schedule_written_and_read_back_is_the_same_program(tmp_path: Path, schedule: str, v: int):
+    def lowered(case: Case) -> tuple[str, np.ndarray]:
+        program = build(case)
+        with jax.set_mesh(program.mesh):
+            state = jax.eval_shape(lambda: program.init(jax.random.key(0)))
+            return program.train_step.lower(state, program.batch(batches(program, 1)[0])).as_text(), program.table.cells
+
+    case = Case("llama", "pp4-tp2", schedule, v, "none", "not a multiple", 1)
+    path = tmp_path / "own.csv"
+    path.write_text(to_csv(build(case).table.schedule))
+    text, cells = lowered(case)
+    other_text, other_cells = lowered(replace(case, schedule=str(path)))
+    assert other_text == text
+    np.testing.assert_array_equal(other_cells, cells)
 
 
 @pytest.mark.parametrize("factors", [FACTORS, CONTEXT_FACTORS], ids=["without cp", "with cp"])
