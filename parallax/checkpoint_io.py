@@ -133,4 +133,4 @@ class CheckpointWriter:
 def _first_line(error: Exception) -> str:
     """Its middle left out where it is long: the system's reason stands at the end."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line if len(line) <= 300 else f"{line[:100]} ... {line[-150:]}"
+    return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"

@@ -77,7 +77,7 @@ def _step(config: RunConfig, samples: int) -> str:
     if (first := batch_size(train, samples)) == train.global_batch_size:
         return text
     _, increment, over = train.rampup_batch_size
-    return f"{text}; from {first} by {increment} up to it at {over:,} samples"
+    return f"{text}; begins with {first} and grows by {increment}, to be full at {over:,} samples"
 
 
 def _saves(checkpoint: Checkpoint) -> str:
