@@ -69,11 +69,11 @@ class Config:
 class Context(NamedTuple):
     """What every layer needs and no layer owns."""
 
-    positions_S: jax.Array
+    positions: nn.Positions
 
 
-def context(config: Config, positions_S: jax.Array) -> Context:
-    return Context(positions_S)
+def context(config: Config, positions: nn.Positions) -> Context:
+    return Context(positions)
 
 
 class Embed(nnx.Module):
@@ -108,7 +108,7 @@ class Block(nnx.Module):
     def attend(self, h_BSD: jax.Array, context: Context) -> jax.Array:
         heads = lambda a: a.reshape(*a.shape[:2], -1, self.head_size)
         q_BSHC, k_BSHC, v_BSHC = (heads(linear(h_BSD)) for linear in (self.query, self.key, self.value))
-        a_BSHC = nn.attention(q_BSHC, k_BSHC, v_BSHC, context.positions_S)
+        a_BSHC = nn.attention(q_BSHC, k_BSHC, v_BSHC, context.positions)
         return self.out(a_BSHC.reshape(*h_BSD.shape[:2], -1))
 
 

@@ -89,12 +89,13 @@ class Config:
 class Context(NamedTuple):
     """What every layer needs and no layer owns."""
 
-    positions_S: jax.Array
+    positions: nn.Positions
     rotary: nn.RotaryTables
 
 
-def context(config: Config, positions_S: jax.Array) -> Context:
-    return Context(positions_S, nn.rotary_tables(positions_S, config.C, config.rope_theta, config.rope_scaling))
+def context(config: Config, positions: nn.Positions) -> Context:
+    tables = nn.rotary_tables(positions.positions_S, config.C, config.rope_theta, config.rope_scaling)
+    return Context(positions, tables)
 
 
 class Embed(nnx.Module):
@@ -129,7 +130,7 @@ class Block(nnx.Module):
         heads = lambda a: a.reshape(*a.shape[:2], -1, self.head_size)
         q_BSHC = nn.rotate(heads(self.query(h_BSD)), context.rotary)
         k_BSKC = nn.rotate(heads(self.key(h_BSD)), context.rotary)
-        a_BSHC = nn.attention(q_BSHC, k_BSKC, heads(self.value(h_BSD)), context.positions_S)
+        a_BSHC = nn.attention(q_BSHC, k_BSKC, heads(self.value(h_BSD)), context.positions)
         return self.out(a_BSHC.reshape(*h_BSD.shape[:2], -1))
 
 

@@ -9,6 +9,7 @@ Nothing in it depends on dp, pp, tp, virtual stages or zero. The weights that th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,7 +77,7 @@ class Canonical:
         forms, dtype = self._forms, self.program.optimizer.dtype
 
         def convert(tree: Tree) -> TrainState:
-            weights = jax.tree.map(lambda f, x: f.stack(x.astype(dtype)), forms, tree["masters"])
+            weights = jax.tree.map(lambda f, x: f.lay_out(x.astype(dtype)), forms, tree["masters"])
             masters, mu, nu = (
                 jax.tree.map(_Form.from_canonical, forms, tree[name]) for name in ("masters", "mu", "nu")
             )
@@ -108,19 +109,30 @@ class _Form:
 
     @property
     def canonical(self) -> NamedSharding:
-        return self.program.sharding(P("pp", *self.whole[3:]) if self.stacked else self.whole)
+        """As the pipeline splits it; mesh axes that do not divide their dimension (layers of uneven stages, an odd
+        vocabulary) split another one, if any divides."""
+        spec = P("pp", *self.whole[3:]) if self.stacked else self.whole
+        sizes = self.program.layout.sizes
+        split: list[list[str]] = [[] for _ in self.shape]
+        fits = lambda d, axes: self.shape[d] % math.prod(sizes.get(a, 1) for a in (*split[d], *axes)) == 0
+        for d, entry in enumerate(spec):
+            axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            place = next((other for other in (d, *range(len(split))) if fits(other, axes)), None)
+            if axes and place is not None:
+                split[place] += axes
+        return self.program.sharding(P(*(tuple(axes) or None for axes in split)))
 
     def to_canonical(self, x: jax.Array) -> jax.Array:
         if self.shard.split == -1:
             x = self._per_layer(self.shard.gather, self.master, self.whole)(x)
-        return x.reshape(self.shape)
+        return self.program.take_out(self.weight, x, self.stacked)
 
     def from_canonical(self, x: jax.Array) -> jax.Array:
-        x = self.stack(x)
+        x = self.lay_out(x)
         return self._per_layer(self.shard.take, self.whole, self.master)(x) if self.shard.split == -1 else x
 
-    def stack(self, x: jax.Array) -> jax.Array:
-        return self.program.stack(x) if self.stacked else x
+    def lay_out(self, x: jax.Array) -> jax.Array:
+        return self.program.lay_out(self.weight, x, self.stacked)
 
     def _per_layer(self, f, in_spec: P, out_spec: P):
         for _ in range(3 if self.stacked else 0):

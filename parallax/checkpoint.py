@@ -30,6 +30,7 @@ FACTS = {
     "saved_at": "UTC, ISO 8601",
     "kept": "whether checkpoint.keep_every keeps it for good",
     "identity": "keys that must not change, dotted",
+    "data": "what the sources held (parallax.data.Data.fingerprint)",
     "weights": "shape of each weight",
     "parameters": "their number",
     "layout": "what it was trained on, which may change: section parallel, name of the mesh, precision",
@@ -78,6 +79,20 @@ def check_identity(resolved: Resolved, saved: dict[str, Any], where: Path) -> No
     ]
     if lines:
         raise ConfigError(lines)
+
+
+def check_data(now: dict[str, Any], saved: dict[str, Any], where: Path) -> None:
+    """Raises ConfigError where the sources hold other tokens than those that the checkpoint was trained on."""
+    if now == saved:
+        return
+    was, are = (
+        [f"{source['name']} with {source['tokens']:,} tokens" for source in data["sources"] if "tokens" in source]
+        for data in (saved, now)
+    )
+    changed = f": it was {', '.join(was)}; it is {', '.join(are)}" if was != are else ""
+    raise ConfigError(
+        [f"data.source does not hold what the checkpoint {where} was trained on{changed}; use that, or another log.dir"]
+    )
 
 
 def check_weights(now: dict[str, list[int]], saved: dict[str, list[int]], where: Path) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import parallax.checkpoint_command as checkpoint_command
+import parallax.data.command as tokenize_command
 import parallax.schedule.command as schedule_command
 from parallax.config import ConfigError, read
 from parallax.environment import emulate_devices, keep_32_bits
@@ -98,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     checkpoint = verbs.add_parser("checkpoint", help="list the checkpoints of a run, or show what is in one")
     checkpoint_command.add_arguments(checkpoint)
     checkpoint.set_defaults(run=lambda args: _print_results(checkpoint_command.run, args))
+    tokenize = verbs.add_parser("tokenize", help="turn text into tokens on disk")
+    tokenize_command.add_arguments(tokenize)
+    tokenize.set_defaults(run=lambda args: _print_results(tokenize_command.run, args))
     return parser
 
 

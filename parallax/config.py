@@ -107,7 +107,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    source: str | dict[str, float] = key(
+    source: str | dict[str, float] = key(  # noqa: RUF009
         "python-stdlib",
         "python-stdlib, synthetic, a path (docs/training.md), or a mixture: a table of sources and their weights",
     )

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from parallax.config import ConfigError
+from parallax.nn.attention import Positions
 from parallax.nn.weights import ATTENTION, PRODUCT
 from parallax.shape import ModelShape
 from parallax.sharding import LOGICAL
@@ -108,8 +109,8 @@ class Model:
         blocks = jax.vmap(lambda key: fresh("blocks", key))(jax.random.split(keys["blocks"], self.layers))
         return {"blocks": blocks, "embed": fresh("embed", keys["embed"]), "head": fresh("head", keys["head"])}
 
-    def context(self, positions_S: jax.Array):
-        return self.module.context(self.config, positions_S)
+    def context(self, positions: Positions):
+        return self.module.context(self.config, positions)
 
     def embed(self, weights: dict, tokens_BS: jax.Array, positions_S: jax.Array) -> jax.Array:
         return nnx.merge(self._graphs["embed"], weights)(tokens_BS, positions_S)

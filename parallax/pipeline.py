@@ -23,10 +23,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallax.model import Model
+from parallax.nn.attention import Positions
 from parallax.schedule.table import Row, Run, TickTable
-from parallax.sharding import BATCH, MANUAL, REPLICAS, Layout, Tree, between_layers, constrain, only, psum
+from parallax.sharding import BATCH, MANUAL, REPLICAS, Layout, Tree, between_layers, constrain, only, psum, ring_shift
+from parallax.stages import Stages
 
-BATCH_SPEC = P(None, BATCH, "cp")  # tokens and targets [M, B, S]
+BATCH_SPEC = P(None, BATCH, "cp")  # tokens, targets and starts [M, B, S]
 CELLS_SPEC = P(None, "pp")  # TickTable.cells
 
 
@@ -57,22 +59,24 @@ def partial_specs(model: Model, layout: Layout) -> Tree:
 
 
 def loss_and_gradients(model: Model, layout: Layout, mesh: Mesh, table: TickTable, skip_idle: bool = False) -> Callable:
-    """→ f(weights, tokens_MBS, targets_MBS, cells) = (loss, gradients).
+    """→ f(weights, tokens_MBS, targets_MBS, starts_MBS, cells) = (loss, gradients).
 
-    Both are float32 sums over a replica's microbatches, of mean nats a token and of its gradients, not yet reduced
-    over dp, ep and cp: the loss and each leaf have a leading dimension of that many ranks. A table without backwards
-    gives the loss alone (for evaluation). `skip_idle` branches around idle layers, where they hold no collective."""
+    `starts_MBS` is None, or where the document of each token begins (`nn.Positions`). Under context parallelism the
+    sequences come in the order of `Layout.positions`, rank after rank. Loss and gradients are float32 sums over a
+    replica's microbatches, of mean nats a token and of its gradients, not yet reduced over dp, ep and cp: the loss and
+    each leaf have a leading dimension of that many ranks. A table without backwards gives the loss alone (for
+    evaluation). `skip_idle` branches around idle layers, where they hold no collective."""
 
-    def rank(weights, tokens_MBS, targets_MBS, cells):
+    def rank(weights, tokens_MBS, targets_MBS, starts_MBS, cells):
         with layout.active():
-            return _Rank(model, layout, table, skip_idle, weights, tokens_MBS, targets_MBS).run(cells[:, 0])
+            return _Rank(model, layout, table, skip_idle, weights, tokens_MBS, targets_MBS, starts_MBS).run(cells[:, 0])
 
     weights = jax.tree.map(lambda s: only(s, MANUAL), weight_specs(model, layout))
     partials = jax.tree.map(lambda s: only(s, MANUAL), partial_specs(model, layout))
     return jax.shard_map(
         rank,
         mesh=mesh,
-        in_specs=(weights, BATCH_SPEC, BATCH_SPEC, CELLS_SPEC),
+        in_specs=(weights, BATCH_SPEC, BATCH_SPEC, BATCH_SPEC, CELLS_SPEC),
         out_specs=(P(REPLICAS), partials) if table.schedule.has_backward else P(REPLICAS),
         axis_names=set(MANUAL),
         check_vma=False,
@@ -82,19 +86,20 @@ def loss_and_gradients(model: Model, layout: Layout, mesh: Mesh, table: TickTabl
 class _Rank:
     """One rank's program."""
 
-    def __init__(self, model, layout, table, skip_idle, weights, tokens_MBS, targets_MBS):
+    def __init__(self, model, layout, table, skip_idle, weights, tokens_MBS, targets_MBS, starts_MBS):
         self.model: Model = model
         self.layout: Layout = layout
         self.table: TickTable = table
         self.skip_idle: bool = skip_idle
         self.trains = table.schedule.has_backward
-        self.layers = model.layers // table.schedule.stages  # of a chunk
+        self.stages = Stages(model.layers, table.schedule.pp, table.schedule.virtual_stages)
+        self.layers = self.stages.room  # of a chunk
         self.blocks = jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:]), weights["blocks"])  # [chunk · layer, …]
         self.outer = {"embed": weights["embed"], "head": weights["head"]}
-        self.tokens_MBS, self.targets_MBS = tokens_MBS, targets_MBS
+        self.tokens_MBS, self.targets_MBS, self.starts_MBS = tokens_MBS, targets_MBS, starts_MBS
         _, B, S = tokens_MBS.shape
-        self.positions_S = lax.axis_index("cp") * S + jnp.arange(S)
-        self.context = model.context(self.positions_S)
+        self.positions_S = layout.positions(lax.axis_index("cp"), S)
+        self.context = model.context(Positions(self.positions_S))
         self.zero_BSD = between_layers(jnp.zeros((B, S, model.shape.width), jax.tree.leaves(weights)[0].dtype))
 
     def run(self, cells):
@@ -108,7 +113,7 @@ class _Rank:
         buffers = self.table.buffers
         stash, blocks, outer = [], {}, {}
         if self.trains:
-            _, kept = jax.eval_shape(self._layer_forward, self._layer_weights(0), self.zero_BSD)
+            _, kept = jax.eval_shape(self._layer_forward, self._layer_weights(0), self.zero_BSD, self._context_of(0))
             stash = [jnp.zeros((buffers.stash, self.layers, *r.shape), r.dtype) for r in kept]
             blocks = self._zero_gradients("blocks", self.blocks, stacked=(None,))
             outer = {part: self._zero_gradients(part, weights) for part, weights in self.outer.items()}
@@ -155,7 +160,7 @@ class _Rank:
 
     def _receive_gradient(self, state: State, row: Row[jax.Array]) -> State:
         """Sent here, at the start of the tick after the one that made it, so that the forward can hide it."""
-        return state._replace(gradients=_put(state.gradients, self._send(state.gradient, -1), row.b_put))
+        return state._replace(gradients=_put(state.gradients, ring_shift(state.gradient, "pp", -1), row.b_put))
 
     def _forward_phase(self, state: State, row: Row[jax.Array]) -> tuple[State, jax.Array]:
         activations = _put(state.activations, state.activation, row.f_put)
@@ -163,9 +168,10 @@ class _Rank:
         embed = lambda _: between_layers(self.model.embed(self.outer["embed"], tokens_BS, self.positions_S))
         embedded_BSD = _when(row.embed_valid, embed, self.zero_BSD)
         x_BSD = jnp.where(row.f_first, embedded_BSD, _at(activations, row.f_get))
-        forward = lambda carry: self._forward(carry, row.f_chunk, row.f_slot)
+        context = self._context_of(row.f_microbatch)
+        forward = lambda carry: self._forward(carry, row.f_chunk, row.f_slot, context)
         y_BSD, stash = self._unless_idle(row.f_valid, forward, (x_BSD, state.stash))
-        state = state._replace(activation=self._send(y_BSD, +1), activations=activations, stash=stash)
+        state = state._replace(activation=ring_shift(y_BSD, "pp", +1), activations=activations, stash=stash)
         return state, y_BSD
 
     def _loss_phase(self, state: State, y_BSD: jax.Array, row: Row[jax.Array]) -> State:
@@ -191,7 +197,8 @@ class _Rank:
         """An idle rank runs on a zero gradient, which adds nothing: dy is masked, not dw."""
         dy_BSD = jnp.where(row.b_last, _at(state.loss_gradients, row.b_loss_get), _at(state.gradients, row.b_get))
         dy_BSD = between_layers(jnp.where(row.b_valid, dy_BSD, 0))
-        backward = lambda carry: self._backward(carry, state.stash, row.b_chunk, row.b_slot)
+        context = self._context_of(row.b_microbatch)
+        backward = lambda carry: self._backward(carry, state.stash, row.b_chunk, row.b_slot, context)
         dx_BSD, gradients = self._unless_idle(row.b_valid, backward, (dy_BSD, state.block_gradients))
 
         def add_embedding(outer):
@@ -205,25 +212,29 @@ class _Rank:
 
     # one chunk of layers
 
-    def _forward(self, carry, chunk, slot):
+    def _forward(self, carry, chunk, slot, context):
         """(x, stash) → (y, stash with the layers' residuals in the slot)"""
 
         def layer(carry, index):
             x_BSD, stash = carry
-            y_BSD, kept = self._layer_forward(self._layer_weights(chunk * self.layers + index), x_BSD)
+            weights = self._layer_weights(chunk * self.layers + index)
+            y_BSD, kept = self._layer_forward(weights, x_BSD, context)
+            y_BSD = self._unless_padding(chunk, index, y_BSD, x_BSD)
             stash = [_put(s, r, slot, index) for s, r in zip(stash, kept, strict=True)]
             return (y_BSD, stash), None
 
         return lax.scan(layer, carry, jnp.arange(self.layers))[0]
 
-    def _backward(self, carry, stash, chunk, slot):
+    def _backward(self, carry, stash, chunk, slot, context):
         """(dy, gradients) → (dx, gradients with those of the chunk's layers added)"""
 
         def layer(carry, index):
             dy_BSD, gradients = carry
             position = chunk * self.layers + index
             kept = [_at(s, slot, index) for s in stash]
-            d_weights, dx_BSD = self._layer_backward(self._layer_weights(position), kept, dy_BSD)
+            d_weights, dx_BSD = self._layer_backward(self._layer_weights(position), kept, dy_BSD, context)
+            dx_BSD = self._unless_padding(chunk, index, dx_BSD, dy_BSD)
+            d_weights = jax.tree.map(lambda d: self._unless_padding(chunk, index, d, 0), d_weights)
 
             def add(total, d):  # the barrier keeps XLA from reading the layer's sum long before it adds to it
                 at, d = lax.optimization_barrier((position, d))
@@ -233,18 +244,31 @@ class _Rank:
 
         return lax.scan(layer, carry, jnp.arange(self.layers), reverse=True)[0]
 
+    def _unless_padding(self, chunk, index, result, otherwise):
+        """A layer's result, or what takes its place where this is a place without a layer (see parallax.stages)."""
+        if not self.stages.padding:
+            return result
+        stage = chunk * self.layout.pp + lax.axis_index("pp")
+        return jnp.where((index < self.layers - 1) | (stage < self.stages.full), result, otherwise)
+
     # one layer
+
+    def _context_of(self, microbatch):
+        """What the layers share, with the microbatch's documents where attention is kept inside them."""
+        if self.starts_MBS is None:
+            return self.context
+        return self.model.context(Positions(self.positions_S, _at(self.starts_MBS, microbatch)))
 
     def _layer_weights(self, position) -> Tree:
         return jax.tree.map(lambda w: _at(w, position), self.blocks)
 
-    def _layer_vjp(self, weights, x_BSD):
+    def _layer_vjp(self, weights, x_BSD, context):
         """→ y, the residuals to keep, and a function from such residuals to the layer's vjp.
 
         A residual that *is* a weight or a part of the context (the same tracer) is not kept: it is there anyway."""
-        y_BSD, vjp = jax.vjp(lambda w, x_BSD: self.model.block(w, x_BSD, self.context), weights, x_BSD)
+        y_BSD, vjp = jax.vjp(lambda w, x_BSD: self.model.block(w, x_BSD, context), weights, x_BSD)
         leaves, structure = jax.tree.flatten(vjp)
-        at_hand = jax.tree.leaves((weights, self.context))
+        at_hand = jax.tree.leaves((weights, context))
         kept: list[jax.Array] = []
         source = []  # of each leaf: an array at hand, or an index into `kept`
         for leaf in leaves:
@@ -256,22 +280,17 @@ class _Rank:
         rebuild = lambda kept: structure.unflatten([kept[s] if isinstance(s, int) else s for s in source])
         return between_layers(y_BSD), kept, rebuild
 
-    def _layer_forward(self, weights, x_BSD):
-        y_BSD, kept, _ = self._layer_vjp(weights, x_BSD)
+    def _layer_forward(self, weights, x_BSD, context):
+        y_BSD, kept, _ = self._layer_vjp(weights, x_BSD, context)
         return y_BSD, kept if self.trains else []
 
-    def _layer_backward(self, weights, kept, dy_BSD):
+    def _layer_backward(self, weights, kept, dy_BSD, context):
         """The structure comes from a forward on zeros, of which nothing is used and XLA keeps nothing."""
-        _, _, rebuild = self._layer_vjp(weights, self.zero_BSD)
+        _, _, rebuild = self._layer_vjp(weights, self.zero_BSD, context)
         d_weights, dx_BSD = rebuild(kept)(dy_BSD)
         return d_weights, between_layers(dx_BSD)
 
     # between ranks
-
-    def _send(self, x, step: int):
-        """To the next (+1) or the previous (-1) rank of the ring."""
-        p = self.layout.pp
-        return x if p == 1 else lax.ppermute(x, "pp", [(rank, (rank + step) % p) for rank in range(p)])
 
     def _from_rank(self, rank: int, x):
         """One pipeline rank's array on all of them."""

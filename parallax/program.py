@@ -5,28 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Wrapped
 
+from parallax import data
 from parallax.config import RunConfig
-from parallax.model import Model
+from parallax.model import Model, Weight
 from parallax.optimizer import ShardedAdamW, TrainState
 from parallax.pipeline import BATCH_SPEC, CELLS_SPEC, loss_and_gradients, weight_specs
 from parallax.schedule.order import forward_only, make_schedule
 from parallax.schedule.table import TickTable, tick_table
 from parallax.sharding import AXES, Layout, Leaf, Tree
+from parallax.stages import Stages
 
 
 class Batch(NamedTuple):
-    """tokens and targets int32 [M, B, S]; `cells` is the tick table that goes with them."""
+    """A step's batch on the devices: int32 [M, B, S], along S in the order of `Layout.positions`, rank after rank.
+    `starts` is None unless attention is kept inside documents; `cells` is the tick table that goes with them."""
 
     tokens: Leaf
     targets: Leaf
+    starts: Leaf | None
     cells: Leaf
 
 
@@ -42,7 +47,8 @@ def layout_of(config: RunConfig, model: Model) -> Layout:
     parallel = config.parallel
     sizes = {axis: getattr(parallel, axis) for axis in AXES}
     kv_split = all(layer.kv_heads % parallel.tp == 0 for layer in model.shape.layers)
-    return Layout(sizes, parallel.sequence_parallel, frozenset() if kv_split else frozenset({"kv_heads"}))
+    replicated = frozenset() if kv_split else frozenset({"kv_heads"})
+    return Layout(sizes, parallel.sequence_parallel, parallel.context, replicated)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,19 +93,42 @@ class Program:
     @cached_property
     def batch_shardings(self) -> Batch:
         data = self.sharding(BATCH_SPEC)
-        return Batch(data, data, self.sharding(CELLS_SPEC))
+        starts = data if self.config.data.isolate_documents else None
+        return Batch(data, data, starts, self.sharding(CELLS_SPEC))
 
-    def stack(self, blocks: Tree) -> Tree:
-        """[L, …] in model order → [virtual stage, pp, layer of a chunk, …] as the pipeline holds them."""
-        v, p = self.config.parallel.virtual_stages, self.layout.pp
-        return jax.tree.map(lambda w: w.reshape(v, p, -1, *w.shape[1:]), blocks)
+    @cached_property
+    def stages(self) -> Stages:
+        return Stages(self.model.layers, self.layout.pp, self.config.parallel.virtual_stages)
 
-    def unstack(self, blocks: Tree) -> Tree:
-        return jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:]), blocks)
+    def lay_out(self, weight: Weight, x: jax.Array, stacked: bool) -> jax.Array:
+        """A canonical array (true shape; `stacked`: [L, …] in model order) as the pipeline holds it: stacked [virtual
+        stage, pp, layer of a chunk, …], with zeros where there is no layer, and beyond the vocabulary."""
+        padded = self.layout.padded(weight.shape, weight.axes)
+        x = jnp.pad(x, [(0, 0)] * stacked + [(0, to - n) for n, to in zip(weight.shape, padded, strict=True)])
+        if not stacked:
+            return x
+        stages = self.stages
+        if stages.padding:
+            x = jnp.zeros((stages.count * stages.room, *padded), x.dtype).at[stages.places].set(x)
+        return x.reshape(stages.virtual_stages, stages.pp, stages.room, *padded)
+
+    def take_out(self, weight: Weight, x: jax.Array, stacked: bool) -> jax.Array:
+        """The inverse of `lay_out`."""
+        if stacked:
+            x = x.reshape(-1, *x.shape[3:])
+            x = x[self.stages.places] if self.stages.padding else x
+        return x[(slice(None),) * stacked + tuple(map(slice, weight.shape))]
+
+    def over_weights(self, f: Callable[[Weight, jax.Array, bool], Any], tree: Tree) -> Tree:
+        """f(weight, array, whether it is stacked) for every weight of a tree {"blocks", "embed", "head"}."""
+        return {
+            part: jax.tree.map(lambda w, x, part=part: f(w, x, part == "blocks"), weights, tree[part])
+            for part, weights in self.model.weights.items()
+        }
 
     def place(self, weights: Tree) -> TrainState:
         """The first state from float32 weights in the canonical tree (blocks stacked [L, …] in model order)."""
-        weights = weights | {"blocks": self.stack(weights["blocks"])}
+        weights = self.over_weights(self.lay_out, weights)
         specs = self.optimizer.shardings(weight_specs(self.model, self.layout))
         return self.optimizer.init(jax.tree.map(jax.lax.with_sharding_constraint, weights, specs))
 
@@ -141,8 +170,15 @@ class Program:
             out_shardings=self.sharding(P()),
         )
 
-    def batch(self, tokens_BS, targets_BS, table: TickTable | None = None) -> Batch:
+    @cached_property
+    def order_S(self) -> np.ndarray:
+        """The positions of a sequence in the order in which the cp ranks hold them."""
+        cp, S = self.layout.cp, self.config.train.seq_len
+        return np.concatenate([np.asarray(self.layout.positions(rank, S // cp)) for rank in range(cp)])
+
+    def batch(self, batch: data.Batch, table: TickTable | None = None) -> Batch:
         """Global arrays [global batch, S] on the host → a step's batch on the devices."""
-        shape = (self.config.microbatches, -1, tokens_BS.shape[-1])
-        host = Batch(tokens_BS.reshape(shape), targets_BS.reshape(shape), (table or self.table).cells)
+        arrange = lambda x_BS: x_BS[:, self.order_S].reshape(self.config.microbatches, -1, len(self.order_S))
+        starts = arrange(batch.starts_BS) if self.config.data.isolate_documents else None
+        host = Batch(arrange(batch.tokens_BS), arrange(batch.targets_BS), starts, (table or self.table).cells)
         return jax.device_put(host, self.batch_shardings)

@@ -7,6 +7,7 @@ Layers never name a mesh axis: they ask for `gather_sequence`, `scatter_sequence
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -44,6 +46,7 @@ class Layout:
 
     sizes: Mapping[str, int]
     sequence_parallel: bool = True
+    context: str = "ring"  # how attention sees the other cp ranks' keys and values; or "all_gather"
     replicated: frozenset[str] = field(default_factory=frozenset)  # logical axes kept whole on every rank
 
     def __getattr__(self, axis: str) -> int:
@@ -66,6 +69,23 @@ class Layout:
     def shards(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """All mesh axes that split a weight with these logical axes."""
         return tuple(mesh_axis for axis in axes for mesh_axis in self.mesh_axes(axis))
+
+    def padded(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The shape that this layout gives a weight: a dimension that its mesh axes do not divide (the vocabulary) is
+        rounded up."""
+        parts = [math.prod(self.sizes.get(a, 1) for a in self.mesh_axes(axis)) for axis in axes]
+        return tuple(-(-n // part) * part for n, part in zip(shape, parts, strict=True))
+
+    def positions(self, rank: int | jax.Array, count: int) -> jax.Array:
+        """The positions in a sequence of the `count` tokens that a cp rank holds, int32.
+
+        The sequence is cut in 2·cp chunks, of which a rank holds one from either end: under a causal mask a token has
+        work in proportion to its position, and so all ranks have the same."""
+        if self.cp == 1:
+            return jnp.arange(count)
+        half = count // 2
+        chunks = jnp.stack([jnp.asarray(rank), 2 * self.cp - 1 - rank])
+        return (chunks[:, None] * half + jnp.arange(half)).reshape(-1)
 
     @property
     def sequence(self) -> P:
@@ -161,6 +181,14 @@ def _several(axes: str | tuple[str, ...]) -> tuple[str, ...]:
     layout = current()
     axes = (axes,) if isinstance(axes, str) else axes
     return tuple(a for a in axes if layout is not None and layout.sizes[a] > 1)
+
+
+def ring_shift(x: Tree, axis: str, step: int) -> Tree:
+    """Every member of a mesh axis sends to the next (step 1) or the previous (-1) one, the last to the first."""
+    layout = current()
+    assert layout is not None
+    n = layout.sizes[axis]
+    return x if n == 1 else lax.ppermute(x, axis, [(i, (i + step) % n) for i in range(n)])
 
 
 def tensor_map(f, in_specs, out_specs):

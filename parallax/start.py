@@ -11,13 +11,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from parallax.checkpoint import Checkpoints, check_identity, check_weights
-from parallax.config import ConfigError, show
+from parallax.checkpoint import Checkpoints, check_data, check_identity, check_weights
+from parallax.config import SCHEDULES, ConfigError, show
 from parallax.data import Data, open_data
 from parallax.mesh import make_mesh
 from parallax.metrics import say
 from parallax.model import Model
 from parallax.program import Program
+from parallax.schedule.simulate import lockstep_warning
 from parallax.validate import Resolved, check_devices
 
 
@@ -40,8 +41,12 @@ def prepare(resolved: Resolved, resume: bool) -> Start:
     checkpoints = Checkpoints(Path(config.log.dir) / "checkpoints")
     model = Model(resolved.model_module, resolved.model_config, resolved.shape, config.train.remat)
     facts = _facts_to_resume(resolved, model, checkpoints) if resume else _check_unused(resolved, checkpoints)
-    data = _open(resolved)  # where resumed, it has to be the data of `facts`
+    data = _open(resolved)
+    if resume:
+        check_data(data.fingerprint, facts["data"], checkpoints.path(facts["step"]))
     program = Program(config, model, _mesh(resolved))
+    if config.parallel.schedule not in SCHEDULES and (warning := lockstep_warning(program.table)):
+        say(f"warning: {warning}")
     return Start(resolved, program, data, checkpoints, facts["step"], facts["samples"], resume)
 
 
@@ -90,19 +95,14 @@ def lock(folder: Path) -> int:
 
 
 def _open(resolved: Resolved) -> Data:
-    train, source = resolved.config.train, resolved.config.data
-    try:
-        data = open_data(
-            source=source.source,
-            valid_fraction=source.valid_fraction,
-            tokenizer=source.tokenizer,
-            seq_len=train.seq_len,
-            global_batch_size=train.global_batch_size,
-            vocab_size=resolved.shape.vocab_size,
-            seed=train.seed,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error).splitlines()) from error
+    train = resolved.config.train
+    data = open_data(
+        resolved.config.data,
+        seq_len=train.seq_len,
+        global_batch_size=train.global_batch_size,
+        vocab_size=resolved.shape.vocab_size,
+        seed=train.seed,
+    )
     most = data.held_out.max_batches
     if train.eval_batches > most:
         raise ConfigError([f"train.eval_batches = {train.eval_batches} is more than are held out; use {most} or less"])

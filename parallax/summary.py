@@ -52,22 +52,28 @@ class Result:
 def opening(start: Start) -> str:
     """What the run is about to do."""
     resolved, config, train = start.resolved, start.resolved.config, start.resolved.config.train
-    corpus = start.data.corpus
-    sizes = f", {len(corpus.train):,} tokens and {len(corpus.valid):,} held out" if corpus else ""
     emulated = "emulated " if resolved.machine.platform == "cpu" else ""
     tokens = (samples_after(train, start.samples, train.steps - start.first) - start.samples) * train.seq_len
     weights, gradients, optimizer = map(size, state_bytes(start.program))
     rows = {
-        "model": f"{config.model.name}, {len(resolved.shape.layers)} layers, {resolved.shape.parameters:,} parameters",
+        "model": f"{config.model.name}, {_layers(start.program)}, {resolved.shape.parameters:,} parameters",
         "devices": f"{config.devices} {emulated}{resolved.machine.name}: {layout(config.parallel)}",
         "memory": f"weights {weights}, gradients {gradients}, optimizer {optimizer} a device; activations not counted",
-        "data": f"{config.data.source}{sizes}",
+        "data": start.data.description + ", attention inside documents" * config.data.isolate_documents,
         "step": _step(config, start.samples),
         "steps": f"{start.first:,} to {train.steps:,}: {tokens:,} tokens, {train.precision}, remat {train.remat}",
         "saves": _saves(config.checkpoint),
         "run": config.log.dir,
     }
     return columns([*rows.items()])
+
+
+def _layers(program: Program) -> str:
+    stages = program.stages
+    if not stages.padding:
+        return f"{stages.layers} layers"
+    room = f"{stages.count} stages of {stages.room}, {stages.padding} of these places padding"
+    return f"{stages.layers} layers ({room})"
 
 
 def _step(config: RunConfig, samples: int) -> str:

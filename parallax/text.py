@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from pathlib import Path
 
 from parallax.config import Parallel
 
@@ -33,7 +34,7 @@ def layout(parallel: Parallel) -> str:
     """`dp2·pp2·tp2, interleaved, 2 virtual stages, sequence parallel, zero 1`"""
     parts = [
         "·".join(f"{axis}{n}" for axis in ORDER if (n := getattr(parallel, axis)) > 1),
-        parallel.schedule if parallel.pp > 1 else "",
+        Path(parallel.schedule).name if parallel.pp > 1 else "",
         f"{parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else "",
         f"context by {parallel.context}" if parallel.cp > 1 else "",
         "sequence parallel" if parallel.sequence_parallel and parallel.tp > 1 else "",

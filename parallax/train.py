@@ -21,7 +21,6 @@ from parallax.canonical import Canonical
 from parallax.checkpoint import identity
 from parallax.checkpoint_io import CheckpointError, CheckpointWriter, restore_state
 from parallax.config import ConfigError, show, to_toml
-from parallax.data import Batch
 from parallax.metrics import (
     PLAIN_EVERY_S,
     EventFile,
@@ -32,8 +31,7 @@ from parallax.metrics import (
     say,
 )
 from parallax.optimizer import TrainState
-from parallax.program import Program, StepMetrics
-from parallax.schedule.table import TickTable
+from parallax.program import StepMetrics
 from parallax.start import Start, lock, prepare
 from parallax.summary import Result, closing, compiled_memory, opening
 from parallax.text import duration
@@ -168,7 +166,7 @@ class _Run:
                 batch = next(batches)
             if (size := len(batch.tokens_BS)) != self.training.config.train.global_batch_size:
                 self._change_batch_size(size)
-            on_devices = self._on_devices(self.training, batch)
+            on_devices = self.training.batch(batch)
             with jax.set_mesh(self.program.mesh):
                 self.state, metrics = self.train_step(self.state, on_devices)
             self.step, self.samples = self.step + 1, self.samples + size
@@ -204,7 +202,7 @@ class _Run:
         sized = dataclasses.replace(self.config.train, global_batch_size=size)
         of_size = dataclasses.replace(self.config, train=sized)
         self.training = self.program if of_size == self.config else dataclasses.replace(self.program, config=of_size)
-        batch = self._on_devices(self.training, self.data.train.batch(self.samples, size))
+        batch = self.training.batch(self.data.train.batch(self.samples, size))
         with jax.set_mesh(self.program.mesh):
             self.train_step = self.training.train_step.lower(self.state, batch).compile()
         took_s = time.monotonic() - begun
@@ -217,9 +215,6 @@ class _Run:
         took = self._compile(size)
         self.progress.say(f"step {self.step + 1}: global batch size {before} → {size}, compiled in {took}")
         self.clock.restart()
-
-    def _on_devices(self, program: Program, batch: Batch, table: TickTable | None = None):
-        return program.batch(*batch[:2], table=table)
 
     def _settle(self, leave: int, evaluates: bool) -> None:
         """Waits for all but the newest `leave` steps and records them."""
@@ -264,7 +259,7 @@ class _Run:
         """Mean nats a token over the first `train.eval_batches` held-out batches."""
         losses = []
         for batch in self.data.held_out.batches(self.config.train.eval_batches):
-            on_devices = self._on_devices(self.program, batch, self.program.evaluation_table)
+            on_devices = self.program.batch(batch, self.program.evaluation_table)
             with jax.set_mesh(self.program.mesh):
                 losses.append(float(self.program.evaluate(self.state.weights, on_devices)))
         self.valid_loss, self.evaluated = sum(losses) / len(losses), self.step
@@ -290,6 +285,7 @@ class _Run:
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "kept": _every(config.checkpoint.keep_every, self.step),
             "identity": identity(self.resolved),
+            "data": self.data.fingerprint,
             "weights": self.program.model.weight_shapes,
             "parameters": self.resolved.shape.parameters,
             "layout": {

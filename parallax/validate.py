@@ -6,6 +6,7 @@ A problem is one line of three parts: the value, the rule, the nearest values th
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,14 +14,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parallax.config import SCHEDULES, SECTIONS, ConfigError, RunConfig, brief, build, either, read, show
+from parallax.config import (
+    SCHEDULES,
+    SECTIONS,
+    ConfigError,
+    Data,
+    Parallel,
+    RunConfig,
+    brief,
+    build,
+    either,
+    read,
+    show,
+)
 from parallax.machine import Machine, load_machine
 from parallax.model_files import load_model
-from parallax.schedule.order import MAX_OPS
+from parallax.schedule.csv import read_csv
+from parallax.schedule.op import MAX_OPS, ScheduleError
 from parallax.shape import ModelShape
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
 MAX_EMULATED_DEVICES = 512
+MAX_WEIGHT_RATIO = 1e6  # of two sources of a mixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +64,13 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
             shape = model_config.shape()
         except ConfigError as error:
             problems += error.problems
-    across = [*_check_layout(config), *_check_checkpoints(config), *_check_log(config)]
+    across = [
+        *_check_layout(config),
+        *_check_schedule(config),
+        *check_sources(config.data),
+        *_check_checkpoints(config),
+        *_check_log(config),
+    ]
     if shape is not None:
         across += _check_model(config, shape)
     if machine is not None:
@@ -73,6 +94,8 @@ def check(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:
     ]
     return keys or [
         *_check_layout(config),
+        *_check_schedule(config),
+        *check_sources(config.data),
         *_check_checkpoints(config),
         *_check_log(config),
         *_check_model(config, shape),
@@ -87,9 +110,11 @@ def check_devices(config: RunConfig, available: int | None, shape: ModelShape | 
         return []
     product = " x ".join(f"{axis} {getattr(config.parallel, axis)}" for axis in AXES)
     limit = f"{available} are available" if available is not None else f"at most {MAX_EMULATED_DEVICES} are emulated"
+    # A schedule from a file holds for its own pp and, with the batch as it is, dp.
+    axes = ("tp",) if config.parallel.schedule.endswith(".csv") else ("dp", "pp", "tp")
     nearest = [
         f"parallel.{axis} = {size}"
-        for axis in ("dp", "pp", "tp")
+        for axis in axes
         if (size := _nearest_size(config, axis, fits, available or MAX_EMULATED_DEVICES, shape))
     ]
     use = either(nearest) if nearest else f"sizes whose product is {available or MAX_EMULATED_DEVICES}"
@@ -113,12 +138,10 @@ def _nearest_size(
 def _check_layout(config: RunConfig) -> Iterator[str]:
     """Rules between the run file's own keys."""
     parallel, train, optimizer = config.parallel, config.train, config.optimizer
-    if parallel.cp > 1:
-        yield f"parallel.cp = {parallel.cp}: context parallelism is not built yet; use 1"
     if parallel.ep > 1:
         yield f"parallel.ep = {parallel.ep}: expert parallelism is not built yet; use 1"
     v = parallel.virtual_stages
-    if v > 1 and parallel.schedule != "interleaved":
+    if v > 1 and parallel.schedule in SCHEDULES and parallel.schedule != "interleaved":
         yield (
             f'parallel.virtual_stages = {v} needs parallel.schedule = "interleaved", not {show(parallel.schedule)}; '
             'use virtual_stages = 1 or schedule = "interleaved"'
@@ -131,10 +154,10 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
                 f"parallel.skip_idle = true needs parallel.{axis} = 1, not {getattr(parallel, axis)}: a branch must "
                 f"hold no collective; use skip_idle = false or {axis} = 1"
             )
-    if parallel.sequence_parallel and train.seq_len % parallel.tp:
+    if train.seq_len % (step := _sequence_step(parallel)):
         yield (
-            f"train.seq_len = {train.seq_len} is not a multiple of parallel.tp = {parallel.tp}, as sequence parallel "
-            f"needs; use {_nearest_multiples(train.seq_len, parallel.tp)}"
+            f"train.seq_len = {train.seq_len} is not a multiple of {step}, as {_sequence_rules(parallel)}; "
+            f"use {_nearest_multiples(train.seq_len, step)}"
         )
     ranks = parallel.dp * parallel.ep * train.micro_batch_size
     if train.global_batch_size % ranks:
@@ -159,6 +182,59 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_schedule(config: RunConfig) -> Iterator[str]:
+    """Whether the schedule is known; of a CSV file, whether it can be run and has the sizes of the run file."""
+    parallel, train = config.parallel, config.train
+    name = parallel.schedule
+    where = f"parallel.schedule = {brief(name)}"
+    if name in SCHEDULES:
+        return
+    if not name.endswith(".csv"):
+        closest = sorted(SCHEDULES, key=lambda known: difflib.SequenceMatcher(None, known, name).ratio(), reverse=True)
+        yield f"{where} is not a schedule; use {either([*map(show, closest), 'a .csv file'])}"
+        return
+    if train.rampup_batch_size:
+        yield (
+            f"train.rampup_batch_size = {show(train.rampup_batch_size)} changes the microbatches of a step, which "
+            f"{where} fixes; use rampup_batch_size = [] or a schedule of {either(map(show, SCHEDULES))}"
+        )
+    try:
+        schedule = read_csv(name)
+    except ScheduleError as error:
+        yield from (f"parallel.schedule: {problem}" for problem in error.problems)
+        return
+    for key, what in (("pp", "the number of its lines"), ("virtual_stages", "the number of stages on a line")):
+        given, found = getattr(parallel, key), getattr(schedule, key)
+        if given != found:
+            yield f"parallel.{key} = {given}, but {where} is for {found}, {what}; use {key} = {found}"
+    ranks = parallel.dp * parallel.ep * train.micro_batch_size
+    m = schedule.microbatches
+    if train.global_batch_size % ranks == 0 and config.microbatches != m:
+        yield (
+            f"train.global_batch_size = {train.global_batch_size} makes {config.microbatches} microbatches, but "
+            f"{where} has {m}; use global_batch_size = {m * ranks}"
+        )
+
+
+def check_sources(data: Data) -> Iterator[str]:
+    """Rules of a mixture's weights. What its sources hold is looked at when they are opened."""
+    if not isinstance(data.source, dict):
+        return
+    if not data.source:
+        yield 'data.source = {} names no source; use for example {"python-stdlib" = 1.0}'
+    wrong = {name: weight for name, weight in data.source.items() if not 0 < weight < math.inf}
+    for name, weight in wrong.items():
+        rule = "must be finite and greater than 0; use for example 1.0, or leave the source out"
+        yield f"data.source: the weight {weight} of {show(name)} {rule}"
+    if not data.source or wrong:
+        return
+    least = min(data.source, key=data.source.__getitem__)
+    bound = max(data.source.values()) / MAX_WEIGHT_RATIO
+    if data.source[least] < bound:
+        where = f"data.source: the weight {data.source[least]} of {show(least)}"
+        yield f"{where} must be at least a millionth of the largest; use {bound} or more"
+
+
 def _check_rampup(config: RunConfig, ranks: int) -> Iterator[str]:
     """Rules of the batch-size ramp, where the full size is a multiple of `ranks`: of dp x ep x micro_batch_size."""
     train, where = config.train, f"train.rampup_batch_size = {brief(config.train.rampup_batch_size)}"
@@ -174,10 +250,6 @@ def _check_rampup(config: RunConfig, ranks: int) -> Iterator[str]:
         f"parallel.dp {config.parallel.dp} x parallel.ep {config.parallel.ep} x "
         f"train.micro_batch_size {train.micro_batch_size} = {ranks}"
     )
-    if config.parallel.schedule.endswith(".csv"):
-        schedule = f"parallel.schedule = {show(config.parallel.schedule)}"
-        yield f"{where}: {schedule} is a file for one number of microbatches; use {either(SCHEDULES)}, or a ramp of []"
-        return
     if full == ranks:
         yield f"{where}: no size below train.global_batch_size = {full} is a multiple of {product}; use []"
         return
@@ -260,19 +332,12 @@ def _check_model(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         if ff % tp:
             yield f"parallel.tp = {tp} does not divide model.ff = {ff}; use {_nearest(tp, works)}"
     pp, v = parallel.pp, parallel.virtual_stages
-    if layers % (pp * v):
-        rule = "do not divide" if pp * v <= layers else "are more than"
+    if pp * v > layers:
         yield (
-            f"parallel.pp {pp} x parallel.virtual_stages {v} = {pp * v} stages {rule} model.layers = {layers}; "
-            f"use a product of {_nearest(pp * v, _divisors(layers))}"
+            f"parallel.pp {pp} x parallel.virtual_stages {v} = {pp * v} stages are more than model.layers = {layers}; "
+            f"use a product of at most {layers}"
         )
     least = 256 if config.data.tokenizer == "bytes" else 1
-    if shape.vocab_size % (pp * tp):
-        yield (
-            f"model.vocab_size = {shape.vocab_size} is not a multiple of parallel.pp {pp} x parallel.tp {tp} = "
-            f"{pp * tp}; use model.vocab_size = {_nearest_multiples(shape.vocab_size, pp * tp, least)}, "
-            f"or a product of {_nearest(pp * tp, _divisors(shape.vocab_size))}"
-        )
     if shape.vocab_size < least:
         tokenizer = f"data.tokenizer = {show(config.data.tokenizer)}"
         yield f"model.vocab_size = {shape.vocab_size} is less than the {least} of {tokenizer}; use {least} or more"
@@ -311,9 +376,22 @@ def _working_tp(config: RunConfig, shape: ModelShape) -> list[int]:
     """The sizes of parallel.tp that every layer and, where it is split, the sequence allow."""
     split = [size for layer in shape.layers for size in (layer.heads, layer.ff)]
     if config.parallel.sequence_parallel:
-        split.append(config.train.seq_len)
+        split.append(config.train.seq_len // math.gcd(config.train.seq_len, config.parallel.cp))
     groups = {layer.kv_heads for layer in shape.layers}
     return [tp for tp in _divisors(math.gcd(*split)) if not any(kv % tp and tp % kv for kv in groups)]
+
+
+def _sequence_step(parallel: Parallel) -> int:
+    """What train.seq_len must be a multiple of."""
+    tp = parallel.tp if parallel.sequence_parallel else 1
+    return tp if parallel.cp == 1 else math.lcm(2 * parallel.cp, tp * parallel.cp)
+
+
+def _sequence_rules(parallel: Parallel) -> str:
+    """Why."""
+    tp = f"parallel.tp = {parallel.tp} with sequence parallel" * (parallel.sequence_parallel and parallel.tp > 1)
+    cp = f"parallel.cp = {parallel.cp} with two chunks a rank" * (parallel.cp > 1)
+    return f"{' and '.join(filter(None, (cp, tp)))} needs"
 
 
 def _divisors(n: int) -> list[int]:

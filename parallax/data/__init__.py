@@ -1,57 +1,173 @@
-"""Data: `open_data` turns the [data] section of a run file into training and held-out batches."""
+"""Data: `open_data` turns the [data] section of a run file into training and held-out batches. No jax."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import parallax.config
+from parallax.config import SOURCES, ConfigError, show
 from parallax.data.bigram import bigram_loss
-from parallax.data.loader import Batch, HeldOut, TrainStream, Windows, check_fills_a_batch
-from parallax.data.sources import Corpus, python_stdlib, synthetic
+from parallax.data.indexed import find_prefix
+from parallax.data.loader import Batch, HeldOut, TrainStream, Windows, WindowSource, check_fills_a_batch, mixing_weights
+from parallax.data.sources import Corpus, Split, split_indexed, split_stdlib, split_text, synthetic
+from parallax.data.tokenizer import Tokenizer, open_tokenizer
+from parallax.validate import check_sources
 
 __all__ = ["Batch", "Corpus", "Data", "HeldOut", "TrainStream", "bigram_loss", "open_data"]
-
-_BYTES = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """An opened source. `corpus` is None if the source is not text."""
+    """Opened sources.
+
+    `description` is a line for people. `fingerprint` says, in what JSON can hold, what the data are, wherever they lie.
+    `corpus` is there only if the source is python-stdlib, a token a byte.
+    """
 
     train: TrainStream
     held_out: HeldOut
+    description: str
+    fingerprint: dict[str, Any]
     corpus: Corpus | None
 
 
-def open_data(
-    *,
-    source: str,
-    valid_fraction: float,
-    tokenizer: str,
-    seq_len: int,
-    global_batch_size: int,
-    vocab_size: int,
-    seed: int,
-) -> Data:
-    """Opens `source`, "python-stdlib" or "synthetic", and orders its samples by `seed`.
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """One source of a run, opened. `split` is None for "synthetic"."""
 
-    `tokenizer` is "bytes"; it and `valid_fraction` do not concern "synthetic", whose tokens fill any vocabulary.
-    Raises ValueError, each message naming value, rule and what would work: an unknown source or tokenizer, a
-    vocabulary too small for the tokenizer, a split too short for one batch.
+    name: str
+    share: float
+    split: Split | None
+    train: WindowSource
+    held_out: WindowSource
+
+
+def open_data(
+    config: parallax.config.Data, *, seq_len: int, global_batch_size: int, vocab_size: int, seed: int
+) -> Data:
+    """Opens `config.source`, or mixes several, and orders the samples by `seed`.
+
+    Raises ConfigError, each line naming value, rule and what would work: sources and tokenizers that cannot be read, a
+    vocabulary too small for the tokens, a split too short for one batch. What it writes is the cache alone (see
+    `parallax.data.tokenize`).
     """
-    if source == "synthetic":
-        train, valid = synthetic(vocab_size, seed, seq_len)
-        return Data(TrainStream(train, global_batch_size, seed), HeldOut(valid, global_batch_size), None)
-    if source != "python-stdlib":
-        raise ValueError(f'data.source = "{source}" is not a known source; use "python-stdlib" or "synthetic"')
-    if tokenizer != "bytes":
-        raise ValueError(f'data.tokenizer = "{tokenizer}" is not a known tokenizer; use "bytes"')
-    if vocab_size < _BYTES:
-        raise ValueError(
-            f'model.vocab_size = {vocab_size} is below the {_BYTES} tokens of data.tokenizer = "bytes"; '
-            f"use {_BYTES} or more"
-        )
-    corpus = python_stdlib(valid_fraction)
-    train, valid = Windows(corpus.train, seq_len), Windows(corpus.valid, seq_len)
-    check_fills_a_batch(train, global_batch_size, "training")
-    check_fills_a_batch(valid, global_batch_size, "held-out")
-    return Data(TrainStream(train, global_batch_size, seed), HeldOut(valid, global_batch_size), corpus)
+    if problems := [*check_sources(config)]:
+        raise ConfigError(problems)
+    weights = config.source if isinstance(config.source, dict) else {config.source: 1.0}
+    tokenizer = None
+    if weights.keys() != {"synthetic"}:
+        tokenizer = open_tokenizer(config.tokenizer, config.separator)
+        _check_vocabulary(config.tokenizer, tokenizer, vocab_size)
+    splits = _open_all(list(weights), config, tokenizer, vocab_size)
+    mixing = mixing_weights([*weights.values()])
+    shares = {name: part / sum(mixing) for name, part in zip(weights, mixing, strict=True)}
+    sources, problems = [], []
+    for name, split in splits.items():
+        train, held_out = synthetic(vocab_size, seed, seq_len, config.isolate_documents)
+        if split is not None:
+            train, held_out = (
+                Windows(tokens, seq_len, config.isolate_documents) for tokens in (split.train, split.held_out)
+            )
+            for windows, side in ((train, "training"), (held_out, "held-out")):
+                try:
+                    check_fills_a_batch(windows, global_batch_size, f"{side} text of {_where(name)}", shares[name])
+                except ConfigError as error:
+                    problems += error.problems
+        sources.append(_Source(name, shares[name], split, train, held_out))
+    if problems:
+        raise ConfigError(problems)
+    only = sources[0].split if len(sources) == 1 else None
+    return Data(
+        TrainStream([source.train for source in sources], mixing, seed),
+        HeldOut([source.held_out for source in sources], mixing, global_batch_size),
+        "; ".join(map(_describe, sources)),
+        _fingerprint(sources, tokenizer),
+        only.corpus if only is not None else None,
+    )
+
+
+def _open_all(
+    names: list[str], config: parallax.config.Data, tokenizer: Tokenizer | None, vocab_size: int
+) -> dict[str, Split | None]:
+    """Each source's split; None for "synthetic". Raises ConfigError with the problems of all."""
+    splits, problems = {}, []
+    for name in names:
+        try:
+            splits[name] = _open(name, config, tokenizer, vocab_size)
+        except ConfigError as error:
+            problems += error.problems
+    if problems := problems or _tokenizer_problems(splits, config, tokenizer):
+        raise ConfigError(problems)
+    return splits
+
+
+def _open(name: str, config: parallax.config.Data, tokenizer: Tokenizer | None, vocab_size: int) -> Split | None:
+    if name == "synthetic":
+        return None
+    assert tokenizer is not None
+    if name == "python-stdlib":
+        return split_stdlib(tokenizer, config.valid_fraction, config.text_key, vocab_size)
+    if prefix := find_prefix(name):
+        return split_indexed(prefix, config.valid_fraction, vocab_size)
+    return split_text(name, _where(name), tokenizer, config.valid_fraction, config.text_key, vocab_size)
+
+
+def _where(name: str) -> str:
+    return f"data.source = {show(name)}"
+
+
+def _check_vocabulary(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+    if vocab_size < tokenizer.vocab_size:
+        least = tokenizer.vocab_size
+        rule = f"is less than the {least} tokens of data.tokenizer = {show(name)}"
+        raise ConfigError([f"model.vocab_size = {vocab_size} {rule}; use {least} or more"])
+
+
+def _tokenizer_problems(
+    splits: Mapping[str, Split | None], config: parallax.config.Data, tokenizer: Tokenizer | None
+) -> list[str]:
+    """Sources whose tokens mean different things. "bytes", the default, counts only where it made tokens."""
+    made_by = {_where(name): split.made_by for name, split in splits.items() if split is not None and split.made_by}
+    if tokenizer is not None and not tokenizer.is_bytes:
+        made_by = {f"data.tokenizer = {show(config.tokenizer)}": (Path(tokenizer.name).name, tokenizer.hash)} | made_by
+    if not made_by:
+        return []
+    (first, wanted), *others = made_by.items()
+    return [
+        f"{name} holds tokens of {show(made[0])} ({made[1][:12]}), but {first} those of {show(wanted[0])} "
+        f"({wanted[1][:12]}); tokenize both alike"
+        for name, made in others
+        if made[1] != wanted[1]
+    ]
+
+
+def _describe(source: _Source) -> str:
+    """`web.txt, 11,772,139 tokens and 347,234 held out`; in a mixture, `70.0% web.txt, ...`"""
+    share = "" if source.share == 1 else f"{source.share:.1%} "
+    if source.split is None:
+        return share + source.name
+    train, held_out = len(source.split.train), len(source.split.held_out)
+    return f"{share}{_base(source.name)}, {train:,} tokens and {held_out:,} held out"
+
+
+def _base(name: str) -> str:
+    """A source's name without the folders it lies in, and without the suffix of an indexed dataset."""
+    if name in SOURCES:
+        return name
+    prefix = find_prefix(name)
+    return (prefix or Path(name)).name
+
+
+def _fingerprint(sources: list[_Source], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    of_sources = []
+    for source in sources:
+        facts: dict[str, Any] = {"name": _base(source.name), "share": source.share}
+        if split := source.split:
+            facts |= {"tokens": len(split.train), "held_out_tokens": len(split.held_out)}
+            facts |= {"documents": split.documents, "tokenizer": split.made_by[1] if split.made_by else None}
+        of_sources.append(facts)
+    separator = None if tokenizer is None else tokenizer.separator_id
+    return {"sources": of_sources, "separator": separator}

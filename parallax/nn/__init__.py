@@ -1,6 +1,6 @@
 """Layers for model files. They know logical axes and what must be gathered or split, never a mesh axis by name."""
 
-from parallax.nn.attention import attention
+from parallax.nn.attention import Positions, attention
 from parallax.nn.linear import Linear
 from parallax.nn.norm import LayerNorm, RMSNorm
 from parallax.nn.rotary import RotaryScaling, RotaryTables, rotary_tables, rotate
@@ -12,6 +12,7 @@ __all__ = [
     "Embedding",
     "LayerNorm",
     "Linear",
+    "Positions",
     "RMSNorm",
     "RotaryScaling",
     "RotaryTables",

@@ -16,11 +16,14 @@ from jax.sharding import PartitionSpec as P
 from parallax.nn.weights import normal, weight
 from parallax.sharding import Layout, constrain, current, gather_sequence, pmax, psum, split_last, tensor_map
 
+_MASKED = -1e30  # the logit of a row that pads the table
+
 
 class Embedding(nnx.Module):
     """A table [V, D]. Call it for a look-up; give it to `cross_entropy` for logits (tied or as an output matrix)."""
 
     def __init__(self, vocab_size: int, width: int, *, rngs: nnx.Rngs, std: float = 0.02):
+        self.vocab_size = vocab_size
         self.table = weight(normal(rngs, (vocab_size, width), std), ("vocab", "embed"))
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
@@ -72,41 +75,41 @@ def cross_entropy(x_BSD: jax.Array, output: Embedding, targets_BS: jax.Array) ->
     """Mean over tokens of -log softmax(x · output)[target], in nats; the same number on every pipeline rank.
 
     `x_BSD` comes in the form between layers, and so does its gradient."""
-    return _cross_entropy(x_BSD, output.table[...], targets_BS)
+    layout, vocab_size = current(), output.vocab_size
+
+    @jax.custom_vjp
+    def loss(x_BSD, table_VD, targets_BS):
+        return _softmax(vocab_size, x_BSD, table_VD, targets_BS)[0]
+
+    def forward(x_BSD, table_VD, targets_BS):
+        loss, exp_BSV, sum_BS, hit_BSV = _softmax(vocab_size, x_BSD, table_VD, targets_BS)
+        dlogits_BSV = (exp_BSV / sum_BS[..., None] - hit_BSV) / targets_BS.size
+        return loss, (x_BSD, table_VD, dlogits_BSV.astype(x_BSD.dtype))
+
+    def backward(kept, dloss):
+        x_BSD, table_VD, dlogits_BSV = kept
+        dlogits_BSV = dlogits_BSV * dloss.astype(dlogits_BSV.dtype)
+        dtable_VD = jnp.einsum("bsd,bsv->vd", gather_sequence(x_BSD), dlogits_BSV)
+        dx_BSD = jnp.einsum("bsv,vd->bsd", dlogits_BSV, table_VD)
+        if layout is not None:
+            dx_BSD = psum(constrain(dx_BSD, layout.sequence), "pp")
+        return dx_BSD, dtable_VD, None
+
+    loss.defvjp(forward, backward)
+    return loss(x_BSD, output.table[...], targets_BS)
 
 
-@jax.custom_vjp
-def _cross_entropy(x_BSD, table_VD, targets_BS):
-    return _softmax(x_BSD, table_VD, targets_BS)[0]
-
-
-def _softmax(x_BSD, table_VD, targets_BS):
+def _softmax(vocab_size, x_BSD, table_VD, targets_BS):
     """Loss, exponentials, their sum over the whole vocabulary, and where in this rank's part the target is."""
     logits_BSV = logits(x_BSD, table_VD)
-    offset = 0 if current() is None else lax.axis_index("pp") * logits_BSV.shape[-1]
-    hit_BSV = lax.broadcasted_iota(jnp.int32, logits_BSV.shape, 2) == (targets_BS - offset)[..., None]
+    layout, ids_BSV = current(), lax.broadcasted_iota(jnp.int32, logits_BSV.shape, 2)
+    ranks, rank = (1, 0) if layout is None else (layout.pp, lax.axis_index("pp"))
+    offset = rank * logits_BSV.shape[-1]
+    if ranks * logits_BSV.shape[-1] > vocab_size:  # rows that pad the table to a size that divides
+        logits_BSV = jnp.where(ids_BSV < vocab_size - offset, logits_BSV, _MASKED)
+    hit_BSV = ids_BSV == (targets_BS - offset)[..., None]
     top_BS = pmax(logits_BSV.max(-1), "pp")
     exp_BSV = jnp.exp(logits_BSV - top_BS[..., None])
     sum_BS = psum(exp_BSV.sum(-1), "pp")
     target_BS = psum(jnp.where(hit_BSV, logits_BSV, 0).sum(-1), "pp")
     return jnp.mean(jnp.log(sum_BS) + top_BS - target_BS), exp_BSV, sum_BS, hit_BSV
-
-
-def _forward(x_BSD, table_VD, targets_BS):
-    loss, exp_BSV, sum_BS, hit_BSV = _softmax(x_BSD, table_VD, targets_BS)
-    dlogits_BSV = (exp_BSV / sum_BS[..., None] - hit_BSV) / targets_BS.size
-    return loss, (x_BSD, table_VD, dlogits_BSV.astype(x_BSD.dtype))
-
-
-def _backward(kept, dloss):
-    x_BSD, table_VD, dlogits_BSV = kept
-    layout = current()
-    dlogits_BSV = dlogits_BSV * dloss.astype(dlogits_BSV.dtype)
-    dtable_VD = jnp.einsum("bsd,bsv->vd", gather_sequence(x_BSD), dlogits_BSV)
-    dx_BSD = jnp.einsum("bsv,vd->bsd", dlogits_BSV, table_VD)
-    if layout is not None:
-        dx_BSD = psum(constrain(dx_BSD, layout.sequence), "pp")
-    return dx_BSD, dtable_VD, None
-
-
-_cross_entropy.defvjp(_forward, _backward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NoReturn
 
-from parallax.schedule.order import Op, ScheduleError
+from parallax.schedule.op import Op, ScheduleError
 from parallax.schedule.table import Row, Run, TickTable, check_complete
 
 Values = list[Op | None]  # each value is named by the op that made it; None is what nobody meant
@@ -55,9 +55,10 @@ class _Replay:
         last = self.table.schedule.stages - 1
         forwards, backwards = ([self.plan.get((tick, rank, kind)) for rank in range(self.p)] for kind in "FB")
         embed, loss, embed_grad = _at(0, forwards[0]), _at(last, forwards[-1]), _at(0, backwards[0])
-        for rank, (f, b) in enumerate(zip(forwards, backwards, strict=True)):
-            self.where, self.rank = f"tick {tick}, rank {rank}", rank
-            self.row: Row[int] = Row(*self.table.cells[tick, rank].tolist())
+        self.now = tick
+        for rank, (f, b, cells) in enumerate(zip(forwards, backwards, self.table.cells[tick].tolist(), strict=True)):
+            self.rank = rank
+            self.row: Row[int] = Row(*cells)
             self.expect_op("f", f, run.forward)
             self.expect_op("embed", embed, run.forward)
             self.expect_op("loss", loss, run.loss)
@@ -116,7 +117,8 @@ class _Replay:
         return slots
 
     def fail(self, field: str, why: str) -> NoReturn:
-        raise ScheduleError(f"{self.table.schedule.name}: {self.where}, {field} = {getattr(self.row, field)}: {why}")
+        where = f"tick {self.now}, rank {self.rank}, {field} = {getattr(self.row, field)}"
+        raise ScheduleError(f"{self.table.schedule.name}: {where}: {why}")
 
 
 def _at(stage: int, op: Op | None) -> Op | None:

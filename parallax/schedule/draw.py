@@ -8,8 +8,8 @@ from html import escape
 from itertools import accumulate
 from string import ascii_lowercase
 
-from parallax.schedule.order import Op
-from parallax.schedule.simulate import simulate
+from parallax.schedule.op import Op
+from parallax.schedule.simulate import simulate, timeline
 from parallax.schedule.table import Run, TickTable
 
 TITLES = {"1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "gpipe": "GPipe", "forward": "Forward only"}
@@ -79,7 +79,7 @@ def timeline_svg(table: TickTable) -> str:
 
     A backward takes twice its forward; a tick lasts, for all ranks, as long as the phases that any of them uses."""
     schedule, p, v = table.schedule, table.schedule.pp, table.schedule.virtual_stages
-    costs = simulate(table)
+    costs, boxes = simulate(table), timeline(table)
     box = min(max(1120 / float(costs.total * v), 16), 40)  # the forward of one chunk
     plot = float(costs.total) * v * box
     width, floor = max(LEFT + plot + RIGHT, 760), TOP + p * PITCH
@@ -106,7 +106,7 @@ def timeline_svg(table: TickTable) -> str:
     size = min(13, 0.72 * box, 1.44 * box / len(str(schedule.microbatches - 1)))
     for kind in "FB" if schedule.has_backward else "F":
         for chunk in range(v):
-            spans = [span for span in costs.timeline if span.op.kind == kind and span.op.stage // p == chunk]
+            spans = [span for span in boxes if span.op.kind == kind and span.op.stage // p == chunk]
             fill, ink = _colours(kind, chunk, v)
             out.append(f'<g fill="{fill}">')
             for rank, start, stop, op in spans:

@@ -1,52 +1,17 @@
-"""A pipeline schedule as data: for each rank, the order of its forwards and backwards. No jax.
+"""The built-in schedules, made for lock step; and a schedule by its name. No jax.
 
-Stage k of the p·v stages lives on rank k mod p. The executor works in lock step: in one tick a rank runs at most one
-forward and then at most one backward, and what it sends arrives in the next tick. The generators below are written
-for that rhythm: their orders reach p - 1 + m·v forward ticks and as many backward ticks, which is the ideal.
+The executor works in lock step: in one tick a rank runs at most one forward and then at most one backward, and what it
+sends arrives in the next tick. The generators below are written for that rhythm: their orders reach p - 1 + m·v forward
+ticks and as many backward ticks, which is the ideal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
 
-MAX_OPS = 1_000_000  # of one kind, in all: a longer schedule takes minutes to make
-
-
-class ScheduleError(ValueError):
-    """A schedule that is not complete, not in a possible order, or asked for with numbers that do not fit."""
-
-
-class Op(NamedTuple):
-    """One piece of work: the forward ("F") or the backward ("B") of one microbatch through one stage."""
-
-    kind: Literal["F", "B"]
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """`orders[r]` is what rank r does, in order. Stages are numbered 0 … pp·virtual_stages - 1."""
-
-    name: str
-    pp: int
-    virtual_stages: int
-    microbatches: int
-    orders: tuple[tuple[Op, ...], ...]
-
-    @property
-    def stages(self) -> int:
-        return self.pp * self.virtual_stages
-
-    @property
-    def has_backward(self) -> bool:
-        return any(op.kind == "B" for op in self.orders[0])
+from parallax.schedule.csv import read_csv
+from parallax.schedule.op import MAX_OPS, Op, Schedule, ScheduleError
 
 
 def groups(m: int, p: int) -> list[int]:
@@ -123,10 +88,20 @@ GENERATORS: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def make_schedule(name: str, pp: int, virtual_stages: int, microbatches: int) -> Schedule:
-    """The named schedule for `pp` ranks, `virtual_stages` chunks a rank and `microbatches` microbatches a step."""
+    """The named schedule, or that of a file whose name ends in .csv, for `pp` ranks, `virtual_stages` chunks a rank and
+    `microbatches` microbatches a step. Raises ScheduleError where they do not fit."""
+    sizes = {"pp": pp, "virtual_stages": virtual_stages, "microbatches": microbatches}
+    if name.endswith(".csv"):
+        schedule = read_csv(name)
+        found = {key: getattr(schedule, key) for key in sizes}
+        if found != sizes:
+            raise ScheduleError(
+                *(f"{name}: has {key} = {found[key]}, not {size}" for key, size in sizes.items() if found[key] != size)
+            )
+        return schedule
     if name not in GENERATORS:
-        raise ScheduleError(f"schedule = {name} is not known; use {', '.join(GENERATORS)}")
-    for key, value in (("pp", pp), ("virtual_stages", virtual_stages), ("microbatches", microbatches)):
+        raise ScheduleError(f"schedule = {name} is not known; use {', '.join(GENERATORS)} or a .csv file")
+    for key, value in sizes.items():
         if value < 1:
             raise ScheduleError(f"{key} = {value} must be at least 1")
     if virtual_stages > 1 and pp == 1:

@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from parallax.schedule.order import Op, Schedule, ScheduleError
+from parallax.schedule.op import Op, Schedule, ScheduleError, needs, sequence
 
 Cell = TypeVar("Cell")
 
@@ -110,35 +110,23 @@ def place(schedule: Schedule) -> dict[Op, int]:
     Raises ScheduleError, naming the op, where an op is missing, doubled, on the wrong rank, or never becomes ready.
     """
     check_complete(schedule)
-    last = schedule.stages - 1
-    never = 2 * schedule.stages * schedule.microbatches  # more than all ops one after the other
-    ran = {kind: [[never] * schedule.microbatches for _ in range(schedule.stages)] for kind in "FB"}
     tick_of: dict[Op, int] = {}
-    todo = [list(reversed(order)) for order in schedule.orders]
-
-    def ready(op: Op, now: int) -> bool:
-        kind, stage, mb = op
-        if kind == "F":
-            return stage == 0 or ran["F"][stage - 1][mb] < now
-        return ran["F"][stage][mb] <= now and (stage == last or ran["B"][stage + 1][mb] < now)
-
-    now = 0
-    while any(todo):
-        placed = len(tick_of)
-        for queue in todo:
-            for kind in "FB":
-                if queue and queue[-1].kind == kind and ready(queue[-1], now):
-                    op = queue.pop()
-                    tick_of[op] = ran[kind][op.stage][op.microbatch] = now
-        if len(tick_of) == placed:
-            stuck = ", ".join(f"rank {r} waits to run {queue[-1]}" for r, queue in enumerate(todo) if queue)
-            raise ScheduleError(f"{schedule.name}: no rank can go on at tick {now}: {stuck}")
-        now += 1
+    before: list[Op | None] = [None] * schedule.pp  # the op before, by rank
+    for op in sequence(schedule):
+        rank = op.stage % schedule.pp
+        ready = [tick_of[need] + (need.stage != op.stage) for need in needs(op, schedule.stages)]
+        if last := before[rank]:  # a backward runs in the tick of a forward, but not the other way round
+            ready.append(tick_of[last] + (last.kind == "B" or op.kind == "F"))
+        tick_of[op] = max(ready, default=0)
+        before[rank] = op
     return tick_of
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Raise ScheduleError, naming the op, unless every rank runs each op of its own stages exactly once."""
+    """Raise ScheduleError, naming the op, unless there is an order for every rank and in it each op of the rank's own
+    stages exactly once."""
+    if len(schedule.orders) != schedule.pp:
+        raise ScheduleError(f"{schedule.name}: has orders for {len(schedule.orders)} ranks, not for pp = {schedule.pp}")
     kinds = "FB" if schedule.has_backward else "F"
     for rank, order in enumerate(schedule.orders):
         wanted = set(product(kinds, range(rank, schedule.stages, schedule.pp), range(schedule.microbatches)))
@@ -249,8 +237,9 @@ def _top_spare(spare: np.ndarray, used: np.ndarray) -> int:
 
 
 def _runs(view: Row[np.ndarray]) -> tuple[Run, ...]:
-    """Stretches of equal kind. A phase runs in every tick between its first and its last op, so there are at most
-    three kinds of ticks: forward only, both, backward only (or, for GPipe, forward then backward)."""
+    """Stretches of equal kind. A phase runs in every tick between its first and its last op, also where no rank uses
+    it, since what was sent in one of its ticks arrives in the next. A schedule begins with a forward and ends with a
+    backward, if it has any, so there are at most three stretches: forward only, both (not in GPipe), backward only."""
     ticks = len(view.f_valid)
 
     def between(valid: np.ndarray) -> np.ndarray:

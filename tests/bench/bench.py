@@ -25,6 +25,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from parallax.config import Parallel  # noqa: E402
+from parallax.data import Batch  # noqa: E402
 
 ROUNDS = 7
 GLOBAL_BATCH = 16
@@ -54,7 +55,7 @@ def steps() -> list[dict]:
         compile_s = time.perf_counter() - start
         tokens = np.random.default_rng(0).integers(0, 1024, (GLOBAL_BATCH, 128), dtype=np.int32)
         with jax.set_mesh(built.mesh):
-            runs[name] = [compiled, built.init(jax.random.key(0)), built.batch(tokens, tokens), compile_s, []]
+            runs[name] = [compiled, built.init(jax.random.key(0)), built.batch(Batch(tokens, tokens)), compile_s, []]
     for _ in range(ROUNDS + 1):
         for run in runs.values():
             start = time.perf_counter()

@@ -50,4 +50,4 @@ def compile_step(built: Program) -> Any:
     cells = jax.ShapeDtypeStruct(built.table.cells.shape, jnp.int32)
     with jax.set_mesh(built.mesh):
         state = jax.eval_shape(lambda: built.init(jax.random.key(0)))
-        return built.train_step.lower(state, Batch(rows, rows, cells)).compile()
+        return built.train_step.lower(state, Batch(rows, rows, None, cells)).compile()

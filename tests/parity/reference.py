@@ -13,13 +13,14 @@ import numpy as np
 import optax
 
 
-def attention(q, k, v):
-    """q [B, S, H, C]; k, v [B, S, K, C]; causal, scores in full"""
+def attention(q, k, v, starts):
+    """q [B, S, H, C]; k, v [B, S, K, C]; causal, from the start [B, S] of each query's document; scores in full"""
     groups = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
     scores = jnp.einsum("bqhc,bkhc->bhqk", q, k) / np.sqrt(q.shape[-1])
     S = q.shape[1]
-    scores = jnp.where(np.tril(np.ones((S, S), bool)), scores, -jnp.inf)
+    seen = np.tril(np.ones((S, S), bool)) & (np.arange(S) >= starts[:, :, None])
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
     return jnp.einsum("bhqk,bkhc->bqhc", jax.nn.softmax(scores, axis=-1), v)
 
 
@@ -44,36 +45,38 @@ def linear(w, x):
     return x @ w["kernel"] + w.get("bias", 0)
 
 
-def llama_layer(config, w, x):
+def llama_layer(config, w, x, starts):
     heads = lambda a: a.reshape(*a.shape[:2], -1, config.C)
     h = rms_norm(w["attention_norm"], x, config.norm_epsilon)
     q, k, v = (heads(linear(w[n], h)) for n in ("query", "key", "value"))
-    a = attention(rotary(q, config.rope_theta), rotary(k, config.rope_theta), v)
+    a = attention(rotary(q, config.rope_theta), rotary(k, config.rope_theta), v, starts)
     x = x + linear(w["out"], a.reshape(*x.shape[:2], -1))
     h = rms_norm(w["ff_norm"], x, config.norm_epsilon)
     gate = linear(w["gate"], h)
     return x + linear(w["down"], gate / (1 + jnp.exp(-gate)) * linear(w["up"], h))
 
 
-def gpt_layer(config, w, x):
+def gpt_layer(config, w, x, starts):
     heads = lambda a: a.reshape(*a.shape[:2], config.heads, -1)
     h = layer_norm(w["attention_norm"], x, config.norm_epsilon)
-    a = attention(*(heads(linear(w[n], h)) for n in ("query", "key", "value")))
+    q, k, v = (heads(linear(w[n], h)) for n in ("query", "key", "value"))
+    a = attention(q, k, v, starts)
     x = x + linear(w["out"], a.reshape(x.shape))
     u = linear(w["up"], layer_norm(w["ff_norm"], x, config.norm_epsilon))
     gelu = 0.5 * u * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3)))
     return x + linear(w["down"], gelu)
 
 
-def loss(family, config, weights, tokens, targets):
-    """Mean nats a token over tokens [B, S]"""
+def loss(family, config, weights, tokens, targets, starts=None):
+    """Mean nats a token over tokens [B, S]; without `starts` each row is one document"""
+    starts = jnp.zeros(tokens.shape, int) if starts is None else starts
     layer = {"llama": llama_layer, "gpt": gpt_layer}[family]
     norm = {"llama": rms_norm, "gpt": layer_norm}[family]
     table = weights["embed"]["tokens"]["table"]
     x = table[tokens]
     if family == "gpt":
         x = x + weights["embed"]["positions"][: tokens.shape[1]]
-    x, _ = jax.lax.scan(lambda x, w: (layer(config, w, x), None), x, weights["blocks"])
+    x, _ = jax.lax.scan(lambda x, w: (layer(config, w, x, starts), None), x, weights["blocks"])
     x = norm(weights["head"]["norm"], x, config.norm_epsilon)
     output = weights["head"]["output"]["table"] if "output" in weights["head"] else table
     logp = jax.nn.log_softmax(x @ output.T, axis=-1)
@@ -81,7 +84,8 @@ def loss(family, config, weights, tokens, targets):
 
 
 def train(family, config, weights, batches, optimizer, learning_rates) -> tuple[list[float], Any, Any]:
-    """AdamW with global-norm clipping by optax over [(tokens, targets), …]: losses, first gradients, final weights."""
+    """AdamW with global-norm clipping by optax over batches (tokens, targets, starts): losses, first gradients, final
+    weights."""
     vector = lambda path, w: w.ndim - (path[0].key == "blocks") > 1
     tx = optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm) if optimizer.clip_norm else optax.identity(),
@@ -97,14 +101,14 @@ def train(family, config, weights, batches, optimizer, learning_rates) -> tuple[
     state = tx.init(weights)
 
     @jax.jit
-    def step(weights, state, tokens, targets):
-        value, gradients = jax.value_and_grad(lambda w: loss(family, config, w, tokens, targets))(weights)
+    def step(weights, state, batch):
+        value, gradients = jax.value_and_grad(lambda w: loss(family, config, w, *batch))(weights)
         updates, state = tx.update(gradients, state, weights)
         return value, gradients, optax.apply_updates(weights, updates), state
 
     losses, first = [], None
-    for tokens, targets in batches:
-        value, gradients, weights, state = step(weights, state, tokens, targets)
+    for batch in batches:
+        value, gradients, weights, state = step(weights, state, batch)
         losses.append(float(value))
         first = gradients if first is None else first
     return losses, first, weights

@@ -86,6 +86,36 @@ def test_activations_between_layers_are_split_along_the_sequence(composed):
     assert held == {(S // 2, width), (S, width // 2), (S, ff // 2)}
 
 
+@pytest.mark.parametrize("parallel", [Parallel(pp=4, cp=4), Parallel(pp=4, tp=2, cp=2)], ids=["cp4", "tp2-cp2"])
+def test_ring_traffic(parallel):
+    """In blocks of keys and values, a layer and tick: cp - 1 forward; cp - 1 and cp of their gradients backward"""
+    built = program(parallel, 8, remat="none")
+    mesh, text, cp = sizes(built), compile_step(built).as_text(), parallel.cp
+    found = [c for c in collectives(text, mesh) if "cp" in c.axes]
+    train, heads, head_size, float32 = built.config.train, 4, 32, 4
+    block = 2 * (train.seq_len // cp) * (heads // parallel.tp) * head_size * float32  # 2: keys and values
+    ticks, layers = tick_loops(text, mesh), built.model.layers // parallel.pp
+    in_ticks = [c for c in found if c.loops and c.loops[0].body in ticks]
+    assert {(c.kind, c.axes) for c in in_ticks} == {("collective-permute", ("cp",))}
+    blocks = Counter()
+    for c in in_ticks:
+        blocks[c.loops[0].body] += c.bytes * c.trips / (block * c.loops[0].trips * layers)
+    assert sorted(blocks.values()) == [cp - 1, 2 * cp - 1, 3 * cp - 2]  # forward ticks, backward ticks, both
+    # outside: gradients and new weights once a step, loss and norm
+    outside = [c for c in found if c not in in_ticks]
+    assert {c.kind for c in outside if c.bytes > 32} == {"reduce-scatter", "all-gather"}
+
+
+def test_all_gathered_keys_and_values():
+    """A layer gathers keys and values once forward and once backward, and scatters their gradients once"""
+    built = program(Parallel(pp=4, cp=4, context="all_gather"), 8, remat="none")
+    text = compile_step(built).as_text()
+    ticks = tick_loops(text, sizes(built))
+    found = [c for c in collectives(text, sizes(built)) if c.axes == ("cp",) and c.loops and c.loops[0].body in ticks]
+    # forward and backward of a layer stand twice in the program: in the steady ticks, and in warm-up or cool-down
+    assert Counter(c.kind for c in found) == {"all-gather": 2 * 2 * 2, "reduce-scatter": 2 * 2}
+
+
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 @pytest.mark.parametrize(("schedule", "v"), [("1f1b", 1), ("interleaved", 2)])
 def test_neither_memory_nor_program_grows_with_microbatches(schedule, v, remat):

@@ -35,12 +35,12 @@ import sys
 import conftest, jax, cases, test_training
 case = next(c for c in cases.covering_array() if str(c) == sys.argv[1])
 program = test_training.build(case)
-weights = test_training.initial_weights(case.family, case.layers, case.tied)
+weights = test_training.initial_weights(case.family, case.depth, case.tied)
 losses = []
 with jax.set_mesh(program.mesh):
     state = jax.jit(program.place, out_shardings=program.state_shardings)(weights)
-    for tokens, targets in test_training.batches(program, 10):
-        state, metrics = program.train_step(state, program.batch(tokens, targets))
+    for batch in test_training.batches(program, 10):
+        state, metrics = program.train_step(state, program.batch(batch))
         losses.append(float(metrics.loss).hex())
 print(*losses)
 """
@@ -75,8 +75,8 @@ def train_on_text(parallel: Parallel, precision: str, steps: int) -> list[float]
     losses = []
     with jax.set_mesh(program.mesh):
         state = program.init(jax.random.key(0))
-        for tokens, targets in text_batches(run):
-            state, metrics = program.train_step(state, program.batch(tokens, targets))
+        for batch in text_batches(run):
+            state, metrics = program.train_step(state, program.batch(batch))
             losses.append(float(metrics.loss))
     return losses
 
@@ -90,11 +90,8 @@ def run_config(parallel: Parallel, precision: str, steps: int) -> RunConfig:
 
 
 def text_batches(run: RunConfig):
-    data = open_data(
-        source="python-stdlib", valid_fraction=0.05, tokenizer="bytes", seq_len=128, global_batch_size=16,
-        vocab_size=256, seed=0,
-    )  # fmt: skip
-    return [data.train.batch(step) for step in range(run.train.steps)]
+    data = open_data(run.data, seq_len=128, global_batch_size=16, vocab_size=256, seed=0)
+    return [data.train.batch(16 * step, 16) for step in range(run.train.steps)]
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 import reference
-from cases import EXTRAS, Case, all_cases, covering_array, pairs
+from cases import CONTEXT_FACTORS, EXTRAS, FACTORS, Case, all_cases, covering_array, pairs
 
+from parallax.data import Batch
 from parallax.mesh import make_mesh
 from parallax.model import Model
 from parallax.models import gpt, llama
@@ -18,43 +19,47 @@ from parallax.optimizer import learning_rates
 from parallax.program import Program
 
 TOLERANCE = 1e-5  # ‖a - b‖₂ / ‖b‖₂ of a leaf, float32
-CASES = covering_array()
-NEWEST = {"dp3-pp2", "dp2-pp2-tp2", "tp8"}  # layouts of the cases that `make test-newest` runs
+CASES = covering_array() + covering_array(CONTEXT_FACTORS)
+NEWEST = {"dp3-pp2", "dp2-pp2-tp2", "tp8", "cp4"}  # layouts of the cases that `make test-newest` runs
 
 
-def model_of(family: str, layers: int, remat: str, tied: bool) -> Model:
+def model_of(family: str, layers: int, remat: str, tied: bool, vocab_size: int = 256) -> Model:
     """Small, with widths that 3 replicas do not divide and fewer key/value heads than tp = 8"""
-    sizes: dict[str, Any] = {"vocab_size": 256, "width": 64, "layers": layers, "heads": 8, "ff": 96}
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "width": 64, "layers": layers, "heads": 8, "ff": 96}
     if family == "llama":
         config = llama.Config(**sizes, kv_heads=4, rope_theta=10_000.0, tied=tied)
         return Model(llama, config, config.shape(), remat)
-    config = gpt.Config(**sizes, max_positions=48)
+    config = gpt.Config(**sizes, max_positions=136)
     return Model(gpt, config, config.shape(), remat)
 
 
 def build(case: Case) -> Program:
-    return Program(
-        case.run_config(), model_of(case.family, case.layers, case.remat, case.tied), make_mesh(case.parallel())
-    )
+    model = model_of(case.family, case.depth, case.remat, case.tied, case.vocab_size)
+    return Program(case.run_config(), model, make_mesh(case.parallel()))
 
 
 @cache
-def initial_weights(family: str, layers: int, tied: bool = False):
+def initial_weights(family: str, layers: int, tied: bool = False, vocab_size: int = 256):
     """On the host, so that no program can donate them"""
-    weights = jax.jit(model_of(family, layers, "full", tied).init)(jax.random.key(0))
+    weights = jax.jit(model_of(family, layers, "full", tied, vocab_size).init)(jax.random.key(0))
     return jax.tree.map(np.asarray, weights)
 
 
-def batches(program: Program, count: int = 3) -> list[tuple[np.ndarray, np.ndarray]]:
+def batches(program: Program, count: int = 3) -> list[Batch]:
     train = program.config.train
     rng = np.random.default_rng(7)
     rows = rng.integers(0, program.model.shape.vocab_size, (count, train.global_batch_size, train.seq_len + 1))
-    return [(row[:, :-1].astype(np.int32), row[:, 1:].astype(np.int32)) for row in rows]
+    rows = rows.astype(np.int32)
+    if not program.config.data.isolate_documents:
+        return [Batch(row[:, :-1], row[:, 1:]) for row in rows]
+    begins = rng.random((count, train.global_batch_size, train.seq_len)) < 0.03  # a document every 33 tokens or so
+    starts = np.maximum.accumulate(np.where(begins, np.arange(train.seq_len), 0), axis=-1).astype(np.int32)
+    return [Batch(row[:, :-1], row[:, 1:], start) for row, start in zip(rows, starts, strict=True)]
 
 
 def canonical(program: Program, tree):
     """Blocks stacked [L, …] in model order, on the host"""
-    return jax.tree.map(np.asarray, tree | {"blocks": program.unstack(tree["blocks"])})
+    return jax.tree.map(np.asarray, program.over_weights(program.take_out, tree))
 
 
 def relative(a, b) -> float:
@@ -74,7 +79,7 @@ def worst(got, wanted, skip=()) -> tuple[float, str]:
 def test_parity(case: Case):
     program = build(case)
     data = batches(program)
-    start = initial_weights(case.family, case.layers, case.tied)
+    start = initial_weights(case.family, case.depth, case.tied, case.vocab_size)
 
     def step(state, batch):
         loss, gradients = program.gradients(state.weights, batch)
@@ -83,10 +88,10 @@ def test_parity(case: Case):
 
     with jax.set_mesh(program.mesh):
         state = jax.jit(program.place, out_shardings=program.state_shardings)(start)
-        compiled = jax.jit(step, donate_argnums=0).lower(state, program.batch(*data[0])).compile()
+        compiled = jax.jit(step, donate_argnums=0).lower(state, program.batch(data[0])).compile()
         losses, gradients = [], []
-        for tokens, targets in data:
-            state, loss, gradient = compiled(state, program.batch(tokens, targets))
+        for batch in data:
+            state, loss, gradient = compiled(state, program.batch(batch))
             losses.append(float(loss))
             gradients.append(gradient)
 
@@ -108,6 +113,8 @@ def test_parity(case: Case):
     assert error <= TOLERANCE, f"weight {name} after {len(data)} steps: {error:.1e}"
 
 
-def test_the_array_covers_every_legal_pair():
-    assert len(CASES) >= 24
-    assert {p for c in CASES for p in pairs(c)} == {p for c in all_cases() for p in pairs(c)}
+@pytest.mark.parametrize("factors", [FACTORS, CONTEXT_FACTORS], ids=["without cp", "with cp"])
+def test_the_array_covers_every_legal_pair(factors):
+    chosen = covering_array(factors)
+    assert set(chosen) <= set(CASES)
+    assert {p for c in chosen for p in pairs(c, factors)} == {p for c in all_cases(factors) for p in pairs(c, factors)}

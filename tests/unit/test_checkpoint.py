@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from parallax.canonical import Canonical
-from parallax.checkpoint import FACTS, Checkpoints, check_identity, identity
+from parallax.checkpoint import FACTS, Checkpoints, check_data, check_identity, identity
 from parallax.checkpoint_io import CheckpointError, CheckpointWriter, restore_state
 from parallax.config import Checkpoint, ConfigError, Data, Log, MeshChoice, Optimizer, Parallel, RunConfig, Train
 from parallax.config import Model as ModelChoice
@@ -197,7 +197,7 @@ def test_facts_that_cannot_be_read(tmp_path: Path):
         (tmp_path / str(step) / "facts").mkdir()
         (tmp_path / str(step) / "facts" / "metadata").write_text(text)
     assert checkpoints.facts(1) == facts_of(1)
-    for step, why in ((2, "not JSON"), (3, "lack everything"), (4, "lack identity, kept, ")):
+    for step, why in ((2, "not JSON"), (3, "lack everything"), (4, "lack data, identity, kept, ")):
         with pytest.raises(ConfigError, match=rf"{step} cannot be read: .*{why}.*; move it away to resume from .*/\d$"):
             checkpoints.facts(step)
 
@@ -238,3 +238,13 @@ def test_what_must_not_change():
         f"train.seed = 1 {was}; use train.seed = 0, or another log.dir",
         f"train.seq_len = 32 {was}; use train.seq_len = 16, or another log.dir",
     ]
+
+
+def test_other_data_are_refused():
+    held = {"sources": [{"name": "web.txt", "share": 1.0, "tokens": 1000}], "separator": 0}
+    check_data(held, held, Path("x"))
+    grown = {"sources": [{"name": "web.txt", "share": 1.0, "tokens": 1200}], "separator": 0}
+    with pytest.raises(ConfigError) as caught:
+        check_data(grown, held, Path("x"))
+    (line,) = caught.value.problems
+    assert "it was web.txt with 1,000 tokens; it is web.txt with 1,200 tokens; use that, or another log.dir" in line

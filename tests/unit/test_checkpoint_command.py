@@ -29,6 +29,7 @@ def facts(step: int, valid_loss: float | None = None, kept: bool = False) -> dic
         "saved_at": "2026-01-02T03:04:05+00:00",
         "kept": kept,
         "identity": {"model.name": "llama-tiny", "data.separator": "", "train.seed": 0},
+        "data": {"sources": [], "separator": 0},
         "weights": {"blocks.gate.kernel": [4, 6], "head.norm.gain": [4]},
         "parameters": 28,
         "layout": {"parallel": asdict(Parallel(dp=2, tp=2)), "mesh": "cpu", "precision": "bfloat16"},

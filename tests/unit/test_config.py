@@ -119,12 +119,12 @@ def test_one_problem(tmp_path: Path, override: str, expected: str):
 
 
 def test_all_problems_at_once(tmp_path: Path):
-    text = 'tp = 3\n[paralel]\ntp = 1\n[model]\n[train]\nsteps = 0\nseq_len = 8\n[parallel]\nschedule = "mine.csv"\n'
+    text = "tp = 3\n[paralel]\ntp = 1\n[model]\n[train]\nsteps = 0\nseq_len = 8\n[parallel]\nschedule = 3\n"
     assert problems(tmp_path, text) == [
         "tp = 3 stands outside of its section; use parallel.tp",
         "[paralel] is not a known section; use parallel",
         "model.name is missing and has no default; set it to a string",
-        'parallel.schedule = "mine.csv" is not a choice of this release; use "1f1b", "interleaved" or "gpipe"',
+        'parallel.schedule = 3 must be a string; use "3"',
         "train.steps = 0 must be at least 1; use 1 or more",
         "train.global_batch_size is missing and has no default; set it to an integer at least 1",
         "log.dir is missing and has no default; set it to a string",

@@ -6,15 +6,21 @@ import itertools
 import math
 import subprocess
 import sys
+import threading
 import zlib
 from pathlib import Path
+from typing import Any
 
+import grain
 import numpy as np
 import pytest
 
+import parallax.config
+from parallax.config import ConfigError
 from parallax.data import Batch, Data, HeldOut, TrainStream, bigram_loss, open_data
 from parallax.data.loader import Windows, check_fills_a_batch
 from parallax.data.sources import Corpus, python_files, python_stdlib, synthetic
+from parallax.data.tokens import InMemory
 
 SEQ_LEN = 8
 BATCH = 6
@@ -28,11 +34,23 @@ def stdlib() -> Corpus:
 @pytest.fixture
 def numbered() -> Windows:
     """45 windows; token t is t, so that a window's first token tells which one it is."""
-    return Windows(np.arange(45 * SEQ_LEN + 1, dtype=np.uint16), SEQ_LEN)
+    return numbered_windows(45 * SEQ_LEN + 1)
+
+
+def numbered_windows(tokens: int, seq_len: int = SEQ_LEN) -> Windows:
+    return Windows(InMemory(np.arange(tokens, dtype=np.uint16), separator=-1), seq_len)
+
+
+def stream(windows: Windows, seed: int = 0) -> TrainStream:
+    return TrainStream([windows], [1.0], seed)
+
+
+def held_out_of(windows: Windows, global_batch_size: int) -> HeldOut:
+    return HeldOut([windows], [1.0], global_batch_size)
 
 
 def _window_numbers(batches: list[Batch]) -> list[int]:
-    return [int(first) // SEQ_LEN for tokens_BS, _ in batches for first in tokens_BS[:, 0]]
+    return [int(first) // SEQ_LEN for batch in batches for first in batch.tokens_BS[:, 0]]
 
 
 def _assert_same(left: Batch, right: Batch) -> None:
@@ -40,17 +58,9 @@ def _assert_same(left: Batch, right: Batch) -> None:
     np.testing.assert_array_equal(left[1], right[1])
 
 
-def _open(**changes: object) -> Data:
-    arguments = {
-        "source": "python-stdlib",
-        "valid_fraction": 0.05,
-        "tokenizer": "bytes",
-        "seq_len": 128,
-        "global_batch_size": 16,
-        "vocab_size": 256,
-        "seed": 0,
-    }
-    return open_data(**(arguments | changes))  # pyright: ignore[reportArgumentType]
+def _open(*, seq_len: int = 128, vocab_size: int = 256, **keys: Any) -> Data:
+    config = parallax.config.Data(**keys)
+    return open_data(config, seq_len=seq_len, global_batch_size=16, vocab_size=vocab_size, seed=0)
 
 
 def _write_tree(root: Path, files: dict[str, str]) -> None:
@@ -93,15 +103,17 @@ def test_stdlib_split(stdlib: Corpus):
 
 
 def test_every_token_but_the_first_is_a_target_once(numbered: Windows):
-    windows = [numbered[i] for i in range(len(numbered))]
+    tokens = np.arange(45 * SEQ_LEN + 1)
+    windows = [numbered[i].window_T for i in range(len(numbered))]
     assert {window.dtype for window in windows} == {np.dtype(np.int32)}
-    np.testing.assert_array_equal(np.concatenate([w[1:] for w in windows]), numbered.tokens[1:])
-    np.testing.assert_array_equal(np.concatenate([w[:-1] for w in windows]), numbered.tokens[:-1])
-    assert [len(Windows(numbered.tokens[:n], SEQ_LEN)) for n in (0, 1, 8, 9, 16, 17)] == [0, 0, 0, 1, 1, 2]
+    np.testing.assert_array_equal(np.concatenate([w[1:] for w in windows]), tokens[1:])
+    np.testing.assert_array_equal(np.concatenate([w[:-1] for w in windows]), tokens[:-1])
+    assert [len(numbered_windows(n)) for n in (0, 1, 8, 9, 16, 17)] == [0, 0, 0, 1, 1, 2]
 
 
 def test_batch_shapes(numbered: Windows):
-    tokens_BS, targets_BS = TrainStream(numbered, BATCH, seed=0).batch(3)
+    tokens_BS, targets_BS, starts_BS = stream(numbered).batch(3, BATCH)
+    assert starts_BS is None
     assert tokens_BS.shape == targets_BS.shape == (BATCH, SEQ_LEN)
     assert tokens_BS.dtype == targets_BS.dtype == np.int32
     np.testing.assert_array_equal(tokens_BS + 1, targets_BS)
@@ -109,22 +121,57 @@ def test_batch_shapes(numbered: Windows):
 
 @pytest.mark.parametrize("start", [0, 5, 7, 1_000_003])
 def test_iterating_equals_random_access(numbered: Windows, start: int):
-    stream = TrainStream(numbered, BATCH, seed=3)
-    for step, batch in enumerate(itertools.islice(stream.iterate(start), 20), start):
-        _assert_same(batch, TrainStream(numbered, BATCH, seed=3).batch(step))
+    sizes = [BATCH, 1, 2, 45, *[BATCH] * 16]
+    for size, batch in zip(sizes, stream(numbered, 3).iterate(start, sizes), strict=True):
+        _assert_same(batch, stream(numbered, 3).batch(start, size))
+        start += size
+
+
+def test_the_order_of_a_seed_is_always_the_same(numbered: Windows):
+    """Grain's batches over its shuffle, as this package made them before batches could change their size."""
+    samples = grain.MapDataset.source(numbered).map(lambda sample: sample.window_T).shuffle(1926383459).repeat()
+    assert np.random.SeedSequence(11).generate_state(1)[0] == 1926383459
+    for step in (0, 3, 4, 100):
+        batch = samples.batch(BATCH)[step]
+        assert batch is not None
+        np.testing.assert_array_equal(batch[:, :-1], stream(numbered, 11).batch(step * BATCH, BATCH).tokens_BS)
+
+
+def test_reading_ahead_is_bounded_and_ends_with_the_iterator(numbered: Windows):
+    asked = []
+    sizes = (asked.append(i) or BATCH for i in itertools.count())
+    batches = stream(numbered).iterate(0, sizes)
+    for _ in range(5):
+        next(batches)
+    assert len(asked) <= 5 + 2
+    assert any(thread.name.startswith("data") for thread in threading.enumerate())
+    batches.close()
+    assert not any(thread.name.startswith("data") for thread in threading.enumerate())
+
+
+def test_what_a_reader_raises_comes_out_of_the_iterator():
+    class Broken:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int):
+            raise ConfigError([f"sample {index} is broken"])
+
+    batches = TrainStream([Broken()], [1.0], 0).iterate(0, itertools.repeat(4))
+    with pytest.raises(ConfigError, match="is broken"):
+        next(batches)
 
 
 def test_order_does_not_depend_on_the_batch_size(numbered: Windows):
     by_batch = {
-        size: _window_numbers([TrainStream(numbered, size, seed=1).batch(k) for k in range(90 // size)])
-        for size in (1, 6, 45)
+        size: _window_numbers([stream(numbered, 1).batch(k, size) for k in range(0, 90, size)]) for size in (1, 6, 45)
     }
     assert by_batch[1] == by_batch[6] == by_batch[45]
 
 
 def test_each_sample_once_an_epoch_and_reshuffled(numbered: Windows):
-    stream = TrainStream(numbered, BATCH, seed=0)  # 45 windows in batches of 6: batches span two epochs
-    seen = _window_numbers([stream.batch(k) for k in range(15)])
+    samples = stream(numbered)  # 45 windows in batches of 6: batches span two epochs
+    seen = _window_numbers([samples.batch(k, BATCH) for k in range(0, 90, BATCH)])
     first, second = seen[:45], seen[45:]
     assert sorted(first) == sorted(second) == list(range(45))
     assert first != second
@@ -133,13 +180,13 @@ def test_each_sample_once_an_epoch_and_reshuffled(numbered: Windows):
 
 def test_epochs_of_neighbouring_seeds_differ(numbered: Windows):
     epochs = [
-        tuple(_window_numbers([TrainStream(numbered, 45, seed).batch(epoch)])) for seed in range(5) for epoch in (0, 1)
+        tuple(_window_numbers([stream(numbered, seed).batch(start, 45)])) for seed in range(5) for start in (0, 45)
     ]
     assert len(set(epochs)) == len(epochs)
 
 
 def test_held_out_batches_are_fixed_distinct_and_spread(numbered: Windows):
-    held_out = HeldOut(numbered, 4)
+    held_out = held_out_of(numbered, 4)
     assert held_out.max_batches == 11
     batches = list(held_out.batches(11))
     for again, batch in zip(held_out.batches(5), batches, strict=False):
@@ -150,8 +197,8 @@ def test_held_out_batches_are_fixed_distinct_and_spread(numbered: Windows):
 
 @pytest.mark.parametrize("windows", [1, 2, 3, 100, 1000, 1024, 1025, 2712])
 def test_every_beginning_of_the_held_out_order_is_spread(windows: int):
-    held_out = HeldOut(Windows(np.arange(windows + 1), seq_len=1), 1)
-    order = [int(tokens_BS[0, 0]) for tokens_BS, _ in held_out.batches(windows)]
+    held_out = held_out_of(numbered_windows(windows + 1, seq_len=1), 1)
+    order = [int(batch.tokens_BS[0, 0]) for batch in held_out.batches(windows)]
     assert sorted(order) == list(range(windows))
     for count in range(4, windows):
         gaps = np.diff([*sorted(order[:count]), windows])
@@ -185,8 +232,8 @@ def test_synthetic_depends_on_seed_and_index_alone():
     again, _ = synthetic(vocab_size=1000, seed=5, seq_len=64)
     other, _ = synthetic(vocab_size=1000, seed=6, seq_len=64)
     _ = again[0]
-    np.testing.assert_array_equal(train[123_456_789], again[123_456_789])
-    first = [train[0], train[1], other[0], valid[0]]
+    np.testing.assert_array_equal(train[123_456_789].window_T, again[123_456_789].window_T)
+    first = [sample.window_T for sample in (train[0], train[1], other[0], valid[0])]
     assert all(window.dtype == np.int32 and window.shape == (65,) for window in first)
     assert all(window.min() >= 0 and window.max() < 1000 for window in first)
     assert len({window.tobytes() for window in first}) == len(first)
@@ -198,7 +245,8 @@ def test_open_data(stdlib: Corpus):
     assert random.corpus is None
     np.testing.assert_array_equal(text.corpus.train, stdlib.train)
     for data in (text, random):
-        for tokens_BS, targets_BS in (data.train.batch(2), next(data.held_out.batches(8))):
+        for tokens_BS, targets_BS, starts_BS in (data.train.batch(2, 16), next(data.held_out.batches(8))):
+            assert starts_BS is None
             assert tokens_BS.shape == (16, 128)
             np.testing.assert_array_equal(tokens_BS[:, 1:], targets_BS[:, :-1])
 
@@ -206,26 +254,27 @@ def test_open_data(stdlib: Corpus):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "c4"}, 'data.source = "c4" is not .* use "python-stdlib" or "synthetic"'),
-        ({"tokenizer": "bpe"}, 'data.tokenizer = "bpe" is not .* use "bytes"'),
-        ({"vocab_size": 255}, "model.vocab_size = 255 is below the 256 .* use 256 or more"),
+        ({"source": "c4"}, 'data.source = "c4" does not exist; use .* "python-stdlib" or "synthetic"'),
+        ({"source": "python-stdlb"}, 'data.source = "python-stdlb" does not exist; use "python-stdlib"'),
+        ({"tokenizer": "bpe"}, 'data.tokenizer = "bpe" cannot be read: No such .* use "bytes"'),
+        ({"vocab_size": 255}, "model.vocab_size = 255 is less than the 256 .* use 256 or more"),
         ({"valid_fraction": 1.0}, "data.valid_fraction = 1.0 is not between 0 and 1"),
         ({"seq_len": 10**8}, "= 16 needs .* training text .* has 0; use a train.seq_len of at most"),
-        ({"valid_fraction": 1e-9}, r"held-out text \(0 tokens\) has 0; use more held-out text"),
+        ({"valid_fraction": 1e-9}, r"held-out text of .*stdlib\" \(0 tokens\) has 0; use more held-out text"),
     ],
 )
-def test_errors_name_value_rule_and_remedy(changes: dict[str, object], message: str):
+def test_errors_name_value_rule_and_remedy(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         _open(**changes)
 
 
 def test_the_named_remedies_work_and_no_more_would(numbered: Windows):
     with pytest.raises(ValueError, match=r"train.global_batch_size of at most 45 or a train.seq_len of at most 7 or"):
-        check_fills_a_batch(numbered, 46, "training")
-    check_fills_a_batch(numbered, 45, "training")
-    check_fills_a_batch(Windows(numbered.tokens, 7), 46, "training")
+        check_fills_a_batch(numbered, 46, "training text")
+    check_fills_a_batch(numbered, 45, "training text")
+    check_fills_a_batch(Windows(numbered.tokens, 7), 46, "training text")
     with pytest.raises(ValueError, match="use 1 to 11"):
-        HeldOut(numbered, 4).batches(12)
+        held_out_of(numbered, 4).batches(12)
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path):
@@ -235,14 +284,13 @@ def test_an_empty_folder_is_refused(tmp_path: Path):
 
 def test_reading_starts_no_jax_backend_and_no_process():
     program = """
-import multiprocessing
+import multiprocessing, sys
+import parallax.config
 from parallax.data import open_data
-data = open_data(source="python-stdlib", valid_fraction=0.05, tokenizer="bytes", seq_len=128,
-                 global_batch_size=16, vocab_size=256, seed=0)
-batches = data.train.iterate(5)
+data = open_data(parallax.config.Data(), seq_len=128, global_batch_size=16, vocab_size=256, seed=0)
+batches = data.train.iterate(5, [16] * 9)
 next(batches), next(data.held_out.batches(1))
 assert not multiprocessing.active_children()
-from jax._src import xla_bridge
-assert not xla_bridge._backends
+assert "jax" not in sys.modules or not sys.modules["jax._src.xla_bridge"]._backends
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

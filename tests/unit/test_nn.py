@@ -27,7 +27,7 @@ def test_attention_and_its_gradients(block, monkeypatch):
     monkeypatch.setattr(importlib.import_module("parallax.nn.attention"), "BLOCK", block)
     shapes = {"q": (2, 64, 6, 8), "k": (2, 64, 3, 8), "v": (2, 64, 3, 8), "dout": (2, 64, 6, 8)}
     q, k, v, dout = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes.values()))
-    got, vjp = jax.vjp(lambda q, k, v: nn.attention(q, k, v, jnp.arange(64)), q, k, v)
+    got, vjp = jax.vjp(lambda q, k, v: nn.attention(q, k, v, nn.Positions(jnp.arange(64))), q, k, v)
     want, plain_vjp = jax.vjp(plain_attention, q, k, v)
     for a, b in zip((got, *vjp(dout)), (want, *plain_vjp(dout)), strict=True):
         assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 1e-6

@@ -33,12 +33,12 @@ LAYERS = (
     ("batch_size", "text", "validate"),
     ("machine", "model_files"),
     ("schedule", "config"),
-    ("environment", "hlo", "shape", "version"),
+    ("environment", "hlo", "shape", "stages", "version"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
     *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "environment", "hlo", "machine", "schedule"),
-    *("shape", "text", "validate", "version"),
+    *("shape", "stages", "text", "validate", "version"),
 )
 
 

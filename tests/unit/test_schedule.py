@@ -104,25 +104,6 @@ def test_known_numbers():
     assert simulate(tick_table(make_schedule("interleaved", 4, 2, 8))).peak_in_flight[0] == 11  # (v+1)p - 1
 
 
-def test_free_running_is_priced_apart():
-    """An order of Megatron's free-running 1F1B, at most p - r in flight: ideal there, poor in lock step."""
-    p, m = 4, 8
-    orders = []
-    for r in range(p):
-        forwards, backwards = [Op("F", r, mb) for mb in range(m)], [Op("B", r, mb) for mb in range(m)]
-        warm = min(p - r - 1, m)
-        steady = [op for pair in zip(forwards[warm:], backwards, strict=False) for op in pair]
-        orders.append((*forwards[:warm], *steady, *backwards[m - warm :]))
-    schedule = replace(make_schedule("1f1b", p, 1, m), name="megatron", orders=tuple(orders))
-    table = tick_table(schedule)
-    check_table(table)
-    assert simulate_free(schedule).bubble == Fraction(p - 1, m)
-    assert simulate(table).bubble > Fraction(p - 1, m)
-    assert simulate(table).peak_in_flight == (4, 3, 2, 1)
-    with pytest.raises(ScheduleError, match="megatron has no bubble formula"):
-        bubble_formula("megatron", p, 1, m)
-
-
 def test_forward_only():
     table = tick_table(forward_only(4, 2, 8))
     check_table(table)

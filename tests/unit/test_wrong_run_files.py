@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallax.config import ConfigError
+from parallax.schedule import make_schedule, to_csv
 from parallax.validate import check, check_devices, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,12 @@ MODEL_FILES = {
     "no_shape": CONFIG.format("int"),
 }
 
+SCHEDULES = {  # of two ranks
+    "mine": "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n",
+    "chunks": to_csv(make_schedule("interleaved", 2, 2, 4)),
+    "ring": "0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0\n",
+}
+
 # Keys that differ from GOOD (None: left out), and fragments of one line: the value, the rule, the nearest values.
 WRONG = {
     "unknown key": ({"parallel.fsdp": "2"}, "parallel.fsdp = 2", "not a known key", "use parallel.dp"),
@@ -60,13 +67,45 @@ WRONG = {
     "not positive": ({"parallel.dp": "0"}, "parallel.dp = 0", "must be at least 1", "use 1 or more"),
     "not a fraction": ({"data.valid_fraction": "1.5"}, "= 1.5", "greater than 0 and less than 1", "0.05"),
     "learning rate": ({"optimizer.learning_rate": "0"}, "learning_rate = 0", "greater than 0", "0.0003"),
-    "schedule from csv": (
-        {"parallel.schedule": '"a.csv"'},
-        '"a.csv"',
-        "not a choice",
-        '"1f1b", "interleaved" or "gpipe"',
+    "unknown schedule": (
+        {"parallel.schedule": '"1f1"'},
+        *('parallel.schedule = "1f1" is not a schedule', 'use "1f1b", "interleaved", "gpipe" or a .csv file'),
     ),
-    "data from a path": ({"data.source": '"/data"'}, '"/data"', "not a choice", '"python-stdlib" or "synthetic"'),
+    "no schedule": ({"parallel.schedule": '""'}, 'parallel.schedule = "" is not a schedule', "or a .csv file"),
+    "no such csv": ({"parallel.schedule": '"none.csv"'}, "parallel.schedule: ", "none.csv: No such file", "a CSV file"),
+    "csv with a NUL": ({"parallel.schedule": '"a\\u0000.csv"'}, "not the path of a file", "use that of a CSV file"),
+    "csv that cannot run": (
+        {"parallel.schedule": '"ring.csv"'},
+        *(
+            "ring.csv: ranks wait for each other",
+            'line 1, column 2: "0B0" waits for 1B0 (line 2, column 4)',
+            "move one",
+        ),
+    ),
+    "csv of other ranks": (
+        {"parallel.schedule": '"mine.csv"', "parallel.pp": "4"},
+        *("parallel.pp = 4", 'mine.csv" is for 2, the number of its lines', "use pp = 2"),
+    ),
+    "csv of other chunks": (
+        {"parallel.schedule": '"mine.csv"', "parallel.virtual_stages": "2"},
+        *(
+            "parallel.virtual_stages = 2",
+            'mine.csv" is for 1, the number of stages on a line',
+            "use virtual_stages = 1",
+        ),
+    ),
+    "csv of other microbatches": (
+        {"parallel.schedule": '"mine.csv"', "train.global_batch_size": "16"},
+        *("train.global_batch_size = 16 makes 8 microbatches", 'mine.csv" has 4', "use global_batch_size = 8"),
+    ),
+    "csv with a ramp": (
+        {"parallel.schedule": '"mine.csv"', "train.rampup_batch_size": "[2, 2, 100]"},
+        *("train.rampup_batch_size = [2, 2, 100]", 'mine.csv" fixes', "use rampup_batch_size = [] or a schedule of"),
+    ),
+    "csv on too many devices": (  # dp and pp are the file's
+        {"parallel.schedule": '"mine.csv"', "parallel.dp": "256", "train.global_batch_size": "1024"},
+        *("x dp 256 x", "= 1024, but at most 512 are emulated", "use parallel.tp = 1"),
+    ),
     "heads by tp": ({"parallel.tp": "8"}, "parallel.tp = 8", "does not divide model.heads = 4", "use 1, 2 or 4"),
     "key/value heads by tp": (
         {"parallel.tp": "6", "model.heads": "36", "model.head_size": "32", "model.kv_heads": "9"}
@@ -75,37 +114,35 @@ WRONG = {
     ),
     "ff by tp": ({"model.ff": "385"}, "parallel.tp = 2", "does not divide model.ff = 385", "use 1"),
     "sequence by tp": ({"train.seq_len": "127"}, "train.seq_len = 127", "parallel.tp = 2", "use 126 or 128"),
+    "sequence by cp": (
+        {"train.seq_len": "130", "parallel.cp": "4"},
+        *("train.seq_len = 130 is not a multiple of 8", "parallel.cp = 4 with two chunks a rank", "use 128 or 136"),
+    ),
+    "sequence by cp and tp": (
+        {"train.seq_len": "120", "parallel.cp": "4", "parallel.tp": "4"},
+        *("= 120 is not a multiple of 16", "parallel.cp = 4", "and parallel.tp = 4 with sequence", "use 112 or 128"),
+    ),
     "batch by dp": ({"train.global_batch_size": "7"}, "global_batch_size = 7", "parallel.dp 2", "use 6 or 8"),
     "batch below micro batch": ({"train.micro_batch_size": "8"}, "= 8 is not", "micro_batch_size 8 = 16", "use 16"),
-    "layers by stages": (
-        {"model.layers": "9"},
-        "parallel.pp 2",
-        "do not divide model.layers = 9",
-        "product of 1, 3 or 9",
-    ),
     "more stages than layers": (
         INTERLEAVED | {"parallel.virtual_stages": "8"},
-        *("parallel.virtual_stages 8 = 16", "more than model.layers = 8", "a product of 1, 2, 4 or 8"),
+        *("parallel.virtual_stages 8 = 16", "more than model.layers = 8", "a product of at most 8"),
     ),
     "virtual stages in 1f1b": ({"parallel.virtual_stages": "2"}, "virtual_stages = 2", 'not "1f1b"', "= 1 or schedule"),
     "virtual stages without pp": (
         INTERLEAVED | {"parallel.virtual_stages": "2", "parallel.pp": "1"},
         *("parallel.virtual_stages = 2", "needs parallel.pp of 2 or more", "use virtual_stages = 1 or pp = 2"),
     ),
-    "vocabulary by pp and tp": (
-        {"model.vocab_size": "258"},
-        *(
-            "vocab_size = 258",
-            "parallel.pp 2 x parallel.tp 2 = 4",
-            "use model.vocab_size = 256 or 260, or a product of 2, 3, 6 or 43",
-        ),
-    ),
     "vocabulary below bytes": ({"model.vocab_size": "128"}, "vocab_size = 128", "less than the 256", "256 or more"),
     "learned positions": (
         {"model.name": '"gpt-tiny"', "train.seq_len": "65536"},
         *("train.seq_len = 65536", "learned positions", "or less"),
     ),
-    "context parallel": ({"parallel.cp": "2"}, "parallel.cp = 2", "not built yet", "use 1"),
+    "expert parallel": ({"parallel.ep": "2"}, "parallel.ep = 2", "not built yet", "use 1"),
+    "skip_idle with cp": (
+        {"parallel.skip_idle": "true", "parallel.cp": "2"},
+        *("skip_idle = true", "parallel.cp = 1, not 2", "cp = 1"),
+    ),
     "skip_idle with tp": ({"parallel.skip_idle": "true"}, "skip_idle = true", "parallel.tp = 1, not 2", "tp = 1"),
     "too many devices": (
         {"parallel.dp": "1024", "train.global_batch_size": "1024"},
@@ -162,10 +199,6 @@ WRONG = {
         {"train.rampup_batch_size": "[4, 4, 10]", "train.micro_batch_size": "4"},
         *("no size below train.global_batch_size = 8 is a multiple of parallel.dp 2", "micro_batch_size 4 = 8; use []"),
     ),
-    "ramp of a schedule in a file": (
-        {"train.rampup_batch_size": "[2, 2, 10]", "parallel.schedule": '"a.csv"'},
-        *("rampup_batch_size = [2, 2, 10]", "one number of microbatches", "use 1f1b, interleaved or gpipe, or"),
-    ),
     "checkpoints for good of no steps": (
         {"checkpoint.keep_every": "10"},
         *("checkpoint.keep_every = 10 needs", "checkpoint.every = 0", "use checkpoint.every = 10, or keep_every = 0"),
@@ -216,6 +249,8 @@ def write(folder: Path, changes: Mapping[str, str | None]) -> Path:
     path.write_text("\n".join(line for name, keys in sections.items() for line in (f"[{name}]", *keys)))
     for name, text in MODEL_FILES.items():
         (folder / f"{name}.py").write_text(text)
+    for name, text in SCHEDULES.items():
+        (folder / f"{name}.csv").write_text(text)
     return path
 
 
@@ -230,6 +265,15 @@ def test_the_good_one_is_good(tmp_path: Path):
     assert (resolved.config.devices, resolved.config.microbatches, len(resolved.shape.layers)) == (8, 4, 8)
 
 
+def test_schedules_from_files(tmp_path: Path):
+    resolved = resolve(write(tmp_path, {"parallel.schedule": '"mine.csv"'}))
+    assert resolved.config.parallel.schedule == str(tmp_path / "mine.csv")
+    resolve(write(tmp_path, {"parallel.schedule": '"chunks.csv"', "parallel.virtual_stages": "2"}))
+    (tmp_path / "one.csv").write_text("0F0,0B0,0F1,0B1\n")
+    one = {"parallel.schedule": '"one.csv"', "parallel.pp": "1", "train.global_batch_size": "4"}
+    resolve(write(tmp_path, one))
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(tmp_path: Path, name: str):
     changes, *fragments = WRONG[name]
@@ -241,7 +285,7 @@ def test_wrong(tmp_path: Path, name: str):
 def test_problems_of_keys_model_and_machine_come_together(tmp_path: Path):
     changes = {
         "train.steps": "0",
-        "parallel.cp": "2",
+        "parallel.ep": "2",
         "model.n_layers": "4",
         "mesh.name": '"h100"',
         "optimizer.warmup_steps": "20",
@@ -251,7 +295,7 @@ def test_problems_of_keys_model_and_machine_come_together(tmp_path: Path):
         "train.steps",
         "mesh.name",
         "model.n_layers",
-        "parallel.cp",  # and nothing of warm-up, which is measured by the wrong train.steps
+        "parallel.ep",  # and nothing of warm-up, which is measured by the wrong train.steps
     ]
 
 

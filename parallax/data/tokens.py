@@ -1,0 +1,112 @@
+"""Tokens in place: arrays that are never built, read a window at a time from memory and from mapped files. No jax."""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from parallax.config import ConfigError
+from parallax.data.files import TextFile
+
+_MAPPED_FILES = 128  # at once: each mapping holds a file descriptor, of which a process has about a thousand
+
+
+class Tokens(Protocol):
+    """Documents one after the other, each ended by its separator."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids [stop - start], of an integer dtype. Raises ConfigError where a file does not hold them (any more)."""
+        ...
+
+    def document_starts(self, start: int, stop: int) -> list[int]:
+        """The positions in [start, stop) at which a document begins, ascending."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class InMemory:
+    """`tokens` [tokens], in which each token `separator` ends a document."""
+
+    tokens: np.ndarray
+    separator: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.tokens[start:stop]
+
+    def document_starts(self, start: int, stop: int) -> list[int]:
+        after = np.flatnonzero(self.tokens[max(start - 1, 0) : max(stop - 1, 0)] == self.separator)
+        return [0] * (start == 0 < stop) + [int(i) for i in after + max(start - 1, 0) + 1]
+
+
+@dataclass(frozen=True, eq=False)
+class TextBytes:
+    """Bytes `start` to `stop` of a text file, a token a byte, and after the last byte of the file the separator."""
+
+    file: TextFile
+    separator: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start + (self.stop == self.file.size)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        text = _mapped(self.file)[self.start + start : min(self.start + stop, self.stop)]
+        return np.append(text, np.uint8(self.separator)) if stop > self.stop - self.start else text
+
+    def document_starts(self, start: int, stop: int) -> list[int]:
+        return [0] * (start == 0 < stop)
+
+
+class Joined:
+    """Tokens one after the other."""
+
+    def __init__(self, parts: Iterable[Tokens]):
+        self._parts = tuple(parts)
+        self._starts = [0, *accumulate(map(len, self._parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        pieces = [
+            self._parts[i].read(max(start - begin, 0), min(stop - begin, len(self._parts[i])))
+            for i, begin in self._overlapping(start, stop)
+        ]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def document_starts(self, start: int, stop: int) -> list[int]:
+        return [
+            begin + at
+            for i, begin in self._overlapping(start, stop)
+            for at in self._parts[i].document_starts(max(start - begin, 0), min(stop - begin, len(self._parts[i])))
+        ]
+
+    def _overlapping(self, start: int, stop: int) -> Iterable[tuple[int, int]]:
+        """The parts, and where each begins, that hold positions of [start, stop)."""
+        first = bisect_right(self._starts, start) - 1
+        last = bisect_left(self._starts, stop)
+        return ((i, self._starts[i]) for i in range(first, last))
+
+
+@functools.lru_cache(_MAPPED_FILES)
+def _mapped(file: TextFile) -> np.ndarray:
+    """The file's bytes, uint8 [size], mapped: read as they are used, and held in no memory of this process."""
+    try:
+        found = file.path.stat()
+        if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
+            raise ConfigError([f"{file.path} was changed while it was in use; start again"])
+        return np.memmap(file.path, np.uint8, "r").view(np.ndarray)
+    except OSError as error:
+        raise ConfigError([f"{file.path} cannot be read: {error.strerror}; make it readable"]) from error
