@@ -126,13 +126,11 @@ class CheckpointWriter:
             self._emptying.start()
 
     def _failed(self, error: Exception) -> CheckpointError:
-        path, steps = self._checkpoints.path(self._writing or 0), self._checkpoints.steps()
-        newest = f"the newest complete one is {self._checkpoints.path(steps[-1])}" if steps else "there is no other"
-        self._writing = None
-        return CheckpointError(f"checkpoint {path} could not be written: {_first_line(error)}; {newest}")
+        path, self._writing = self._checkpoints.path(self._writing or 0), None
+        return CheckpointError(f"checkpoint {path} could not be written: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:
     """Its middle left out where it is long: the system's reason stands at the end."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line if len(line) <= 300 else f"{line[:100]} ... {line[-150:]}"
+    return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"

@@ -54,10 +54,11 @@ def opening(start: Start) -> str:
     resolved, config, train = start.resolved, start.resolved.config, start.resolved.config.train
     emulated = "emulated " if resolved.machine.platform == "cpu" else ""
     tokens = (samples_after(train, start.samples, train.steps - start.first) - start.samples) * train.seq_len
+    weights, gradients, optimizer = map(size, state_bytes(start.program))
     rows = {
         "model": f"{config.model.name}, {_layers(start.program)}, {resolved.shape.parameters:,} parameters",
         "devices": f"{config.devices} {emulated}{resolved.machine.name}: {layout(config.parallel)}",
-        "memory": f"{_state_memory(start.program)} a device; activations not counted",
+        "memory": f"weights {weights}, gradients {gradients}, optimizer {optimizer} a device; activations not counted",
         "data": start.data.description + ", attention inside documents" * config.data.isolate_documents,
         "step": _step(config, start.samples),
         "steps": f"{start.first:,} to {train.steps:,}: {tokens:,} tokens, {train.precision}, remat {train.remat}",
@@ -82,7 +83,7 @@ def _step(config: RunConfig, samples: int) -> str:
     if (first := batch_size(train, samples)) == train.global_batch_size:
         return text
     _, increment, over = train.rampup_batch_size
-    return f"{text}; from {first} by {increment} up to it at {over:,} samples"
+    return f"{text}; begins with {first} and grows by {increment}, to be full at {over:,} samples"
 
 
 def _saves(checkpoint: Checkpoint) -> str:
@@ -92,15 +93,14 @@ def _saves(checkpoint: Checkpoint) -> str:
     return f"every {checkpoint.every:,} steps; kept are the newest {checkpoint.keep}{for_good}"
 
 
-def _state_memory(program: Program) -> str:
-    """Of one device, from the shapes and shardings of the program's arrays."""
+def state_bytes(program: Program) -> tuple[int, int, int]:
+    """Bytes on one device of the weights, of their float32 gradients, and of the optimizer's masters and moments."""
     with jax.set_mesh(program.mesh):
         state = jax.eval_shape(lambda: program.init(jax.random.key(0)))
     shardings = program.state_shardings
     weights = _shard_bytes(state.weights, shardings.weights)
     gradients = _shard_bytes(state.weights, shardings.weights, itemsize=4)
-    optimizer = _shard_bytes((state.masters, state.adam), (shardings.masters, shardings.adam))
-    return f"weights {size(weights)}, gradients {size(gradients)}, optimizer {size(optimizer)}"
+    return weights, gradients, _shard_bytes((state.masters, state.adam), (shardings.masters, shardings.adam))
 
 
 def _shard_bytes(arrays: Tree, shardings: Tree, itemsize: int | None = None) -> int:
@@ -131,10 +131,12 @@ def closing(result: Result, config: RunConfig, failures: list[str]) -> str:
         "loss": _losses(result),
         "skipped": f"{result.skipped} steps, of gradients that were not finite" if result.skipped else "",
         "memory": f"{size(result.peak_memory_bytes)} at most on a device" if result.peak_memory_bytes else "",
-        "saved": result.checkpoint or "nothing",
+        "saved": (result.checkpoint or "") if result.status == "done" else "",
     }
     block = columns([(name, text) for name, text in rows.items() if text])
-    newest = f"the newest checkpoint is {result.checkpoint or 'none'}"
+    newest = "there is no checkpoint"
+    if result.checkpoint:
+        newest = f"the newest checkpoint is {result.checkpoint}; --resume goes on from it"
     last = {
         "done": "done; to go on, the same command with --resume and more train.steps",
         "stopped": f"stopped; saved {result.checkpoint}: run the same command with --resume to go on",

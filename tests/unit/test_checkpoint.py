@@ -180,9 +180,7 @@ def test_a_write_that_fails_is_an_error(tmp_path: Path):
     try:
         writer = CheckpointWriter(checkpoints, Checkpoint())
         writer.save(2, random, facts_of(2))
-        message = (
-            rf"^checkpoint {tmp_path}/2 could not be written: .*File too large.*; the newest complete one is .*/1$"
-        )
+        message = rf"^checkpoint {tmp_path}/2 could not be written: .*File too large"
         with pytest.raises(CheckpointError, match=message) as caught:
             writer.wait()
         assert "\n" not in str(caught.value)
