@@ -23,7 +23,7 @@ from rich.table import Table
 from parallax.config import ConfigError, RunConfig, load
 from parallax.data.bigram import bigram_loss
 from parallax.data.sources import python_stdlib
-from parallax.metrics import duration
+from parallax.text import duration
 
 ROOT = Path(__file__).parents[1]
 RUN_FILE = "examples/demo.toml"
