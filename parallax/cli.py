@@ -77,7 +77,7 @@ def _one_line(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="parallax",
-        description="Train large language models in JAX: data, pipeline, tensor and context parallelism in one program.",
+        description="Train large language models in JAX: data, pipeline, tensor and context parallelism together.",
     )
     parser.add_argument("--version", action="version", version=f"parallax {version()}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")

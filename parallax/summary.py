@@ -72,8 +72,8 @@ def _layers(program: Program) -> str:
     stages = program.stages
     if not stages.padding:
         return f"{stages.layers} layers"
-    room = f"{stages.count} stages of {stages.room}, {stages.padding} of these places padding"
-    return f"{stages.layers} layers ({room})"
+    share = stages.padding / (stages.count * stages.room)
+    return f"{stages.layers} layers ({stages.count} stages of {stages.room}: {share:.1%} of their time is padding)"
 
 
 def _step(config: RunConfig, samples: int) -> str:

@@ -14,7 +14,7 @@ from parallax.data.indexed import find_prefix
 from parallax.data.loader import Batch, HeldOut, TrainStream, Windows, WindowSource, check_fills_a_batch, mixing_weights
 from parallax.data.sources import Corpus, Split, split_indexed, split_stdlib, split_text, synthetic
 from parallax.data.tokenizer import Tokenizer, open_tokenizer
-from parallax.validate import check_sources
+from parallax.rules import check_sources
 
 __all__ = ["Batch", "Corpus", "Data", "HeldOut", "TrainStream", "bigram_loss", "open_data"]
 

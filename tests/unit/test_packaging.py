@@ -31,6 +31,7 @@ LAYERS = (
     ("nn",),
     ("sharding",),
     ("batch_size", "text", "validate"),
+    ("rules",),
     ("machine", "model_files"),
     ("schedule", "config"),
     ("environment", "hlo", "shape", "stages", "version"),
@@ -38,7 +39,7 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
     *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "environment", "hlo", "machine", "schedule"),
-    *("shape", "stages", "text", "validate", "version"),
+    *("rules", "shape", "stages", "text", "validate", "version"),
 )
 
 
