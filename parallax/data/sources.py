@@ -1,9 +1,8 @@
 """Where tokens come from: text of this machine, indexed datasets and synthetic samples, and which part is held out.
 
-Held out is a share of about data.valid_fraction: of a folder (and of python-stdlib) the files whose relative path
-hashes below it, so that a file's side depends on its name alone; of a .jsonl file or an indexed dataset the last
-documents; of a single document its end. Where no file or every file of a folder hashes below it, the last ones are
-held out. No jax.
+Held out is a share of about data.valid_fraction: of a folder the files that fit into it, in the order of the hashes of
+their relative paths; of python-stdlib those whose hash lies below it; of a .jsonl file or an indexed dataset the last
+documents; of a single document its end. No jax.
 """
 
 from __future__ import annotations
@@ -200,19 +199,27 @@ def _byte_sides(files: Sequence[TextFile], separator: int, valid_fraction: float
 
 
 def _is_held_out(name: str, valid_fraction: float) -> bool:
-    return zlib.crc32(os.fsencode(name)) < valid_fraction * 2**32
+    return _hash(name) < valid_fraction * 2**32
+
+
+def _hash(name: str) -> int:
+    return zlib.crc32(os.fsencode(name))
 
 
 def _sides(parts: Sequence[tuple[str, Tokens]], valid_fraction: float) -> tuple[Tokens, Tokens]:
-    """Named files, at least two, by the hash of their names; where that leaves a side empty, the last ones held out."""
-    train = [part for name, part in parts if not _is_held_out(name, valid_fraction)]
-    held_out = [part for name, part in parts if _is_held_out(name, valid_fraction)]
-    if train and held_out:
-        return Joined(train), Joined(held_out)
-    whole = [part for _, part in parts]
-    starts = [*accumulate(map(len, whole), initial=0)]
-    first = _first_held_out(len(whole), starts.__getitem__, starts[-1], valid_fraction)
-    return Joined(whole[:first]), Joined(whole[first:])
+    """Named files, at least two: held out are those that fit into the share, tried in the order of their names' hashes;
+    the smallest one where none fits."""
+    left = valid_fraction * sum(len(part) for _, part in parts)
+    held_out: set[str] = set()
+    for name, part in sorted(parts, key=lambda named: _hash(named[0])):
+        if len(part) <= left and len(held_out) < len(parts) - 1:
+            held_out.add(name)
+            left -= len(part)
+    held_out = held_out or {min(parts, key=lambda named: len(named[1]))[0]}
+    return (
+        Joined([part for name, part in parts if name not in held_out]),
+        Joined([part for name, part in parts if name in held_out]),
+    )
 
 
 def _ends(indexed: Indexed, valid_fraction: float) -> tuple[Tokens, Tokens]:

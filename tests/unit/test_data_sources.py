@@ -69,22 +69,32 @@ def test_a_text_file_is_its_bytes_and_a_separator(tmp_path: Path):
     assert text_of(opened.held_out) == text[576:] + b"\0"
 
 
+def fitting(sizes: dict[str, int], fraction: float) -> set[str]:
+    """Names that fit into a share of the tokens, tried by CRC-32"""
+    left, names = fraction * sum(sizes.values()), set()
+    for name in sorted(sizes, key=lambda name: zlib.crc32(name.encode())):
+        if sizes[name] <= left:
+            names.add(name)
+            left -= sizes[name]
+    return names
+
+
 def test_a_folder_is_split_by_name_in_order_of_relative_path(tmp_path: Path):
-    files = {f"{folder}f{i}.txt": f"{folder}{i}" for folder in ("b/", "", "a/c/") for i in range(12)}
+    files = {f"{folder}f{i}.txt": f"{folder}{i}" * (i + 1) for folder in ("b/", "", "a/c/") for i in range(12)}
     write(tmp_path, files | {"empty.txt": "", ".hidden": "no", ".git/x.txt": "no"})
     opened = split(tmp_path)
-    held_out = {name for name in files if zlib.crc32(name.encode()) / 2**32 < 0.3}
-    assert 0 < len(held_out) < len(files)
+    held_out = fitting({name: len(text) + 1 for name, text in files.items()}, 0.3)
+    share = len(opened.held_out) / (len(opened.held_out) + len(opened.train))
+    assert 0.28 < share <= 0.3
     for side, names in ((opened.train, files.keys() - held_out), (opened.held_out, held_out)):
         assert text_of(side).decode() == "".join(files[name] + "\0" for name in sorted(names))
     assert opened.documents == len(files)
 
 
-def test_a_small_folder_holds_out_its_last_documents(tmp_path: Path):
-    write(tmp_path, {f"f{i}": f"{i}" * 9 for i in range(4)})
-    for fraction, documents in ((1e-9, 1), (0.999999999, 3)):
-        assert text_of(split(tmp_path, fraction).held_out).count(b"\0") == documents
-        assert text_of(split(tmp_path, fraction).held_out).endswith(b"333333333\0")
+def test_a_small_folder_leaves_no_side_empty(tmp_path: Path):
+    write(tmp_path, {f"f{i}": f"{i}" * (9 - i) for i in range(4)})
+    assert text_of(split(tmp_path, 1e-9).held_out) == b"333333\0"  # the smallest
+    assert text_of(split(tmp_path, 0.999999999).train).count(b"\0") == 1
 
 
 def test_jsonl_lines_are_documents_the_last_held_out(tmp_path: Path):
@@ -104,7 +114,8 @@ def test_a_folder_of_text_and_jsonl_is_split_by_name(tmp_path: Path):
                  if name.endswith("jsonl")}  # fmt: skip
     documents |= {name: [text] for name, text in files.items() if name.endswith("txt")}
     opened = split(write(tmp_path, files))
-    held_out = {name for name in files if zlib.crc32(name.encode()) / 2**32 < 0.3}
+    sizes = {name: sum(len(text) + 1 for text in texts) for name, texts in documents.items() if texts}
+    held_out = fitting(sizes, 0.3)
     for side, names in ((opened.train, files.keys() - held_out), (opened.held_out, held_out)):
         wanted = "".join(text + "\0" for name in sorted(names) for text in documents[name])
         assert text_of(side).decode() == wanted
@@ -182,7 +193,9 @@ def test_starts_against_counting(
         opened = Split(tokens, tokens, 1, None)
     windows = Windows(opened.train, seq_len, isolate_documents=True)
     starts = [windows[i].starts_S for i in range(len(windows))]
-    assert [row.tolist() for row in starts if row is not None] == slow_starts(documents[:-1], seq_len)
+    out = documents.index(min(documents, key=len)) if kind == "folder" else len(documents) - 1  # held out
+    documents = documents[:out] + documents[out + 1 :]
+    assert [row.tolist() for row in starts if row is not None] == slow_starts(documents, seq_len)
 
 
 def test_starts_of_every_source(tmp_path: Path):
