@@ -230,8 +230,10 @@ def kind(hint: Any, bounds: Mapping[str, float] = MappingProxyType({})) -> str:
     if get_origin(hint) in (Union, UnionType):
         return either(kind(arg) for arg in get_args(hint))
     words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
-    words |= {list: "a list", tuple: "a list", dict: "a table"}
-    return f"{words.get(get_origin(hint) or hint, hint)} {_limits(bounds)}".rstrip()
+    if get_origin(hint) in (tuple, list, dict):
+        name, of = ("table", get_args(hint)[-1]) if get_origin(hint) is dict else ("list", get_args(hint)[0])
+        return f"a {name} of {({int: 'integers', float: 'finite numbers', str: 'strings'}).get(of, 'values')}"
+    return f"{words.get(hint, hint)} {_limits(bounds)}".rstrip()
 
 
 def _limits(bounds: Mapping[str, float]) -> str:
@@ -344,8 +346,11 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
             problems[override] = f"override {brief(override)} is not section.key=value; use {use}"
         elif not text:
             problems[dotted] = f"{dotted} has no value; write {_example(section, name)}"
+        elif isinstance(value := _parse(text), str) and text[0] in "[{":
+            quote = ', with keys in quotes: {"my/texts" = 0.7, "a.jsonl" = 0.3}' if text[0] == "{" else ": [4, 4, 120]"
+            problems[dotted] = f"{dotted} = {brief(text)} is not TOML; write it as in a file{quote}"
         else:
-            tables[section][name] = _full_path(dotted, _parse(text), Path())
+            tables[section][name] = _full_path(dotted, value, Path())
     tables["model"] = _split_overrides(tables["model"])
     sections = {}
     for section, cls in SECTIONS.items():

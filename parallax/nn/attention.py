@@ -149,10 +149,17 @@ class _Sums(NamedTuple):
     out: jax.Array
 
 
-def _blocks(x, axis: int):
-    """Cut `axis` into blocks of at most BLOCK and put the block index in front."""
-    size = math.gcd(x.shape[axis], BLOCK) if x.shape[axis] > BLOCK else x.shape[axis]
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+def _blocks(k, v, k_positions):
+    """Keys, values and their positions in blocks of at most BLOCK, the block index in front. The last block is filled
+    up with keys that no query sees."""
+    T = k.shape[2]
+    count = -(-T // BLOCK)
+    size = -(-T // count)
+    fill = count * size - T
+    k, v = (jnp.pad(a, [(0, 0), (0, 0), (0, fill), (0, 0)]) for a in (k, v))
+    k_positions = jnp.pad(k_positions, (0, fill), constant_values=jnp.iinfo(jnp.int32).max)
+    k, v = (jnp.moveaxis(a.reshape(*a.shape[:2], count, size, a.shape[-1]), 2, 0) for a in (k, v))
+    return k, v, k_positions.reshape(count, size)
 
 
 def _scores(q, k, positions: Positions, k_positions):
@@ -173,7 +180,7 @@ def _add_keys(sums: _Sums, q, k, v, positions: Positions, k_positions) -> _Sums:
         out = sums.out * shrink[..., None] + _einsum("bkgst,bktc->bkgsc", p.astype(v.dtype), v)
         return _Sums(sums.total * shrink + p.sum(-1), top, out), None
 
-    return lax.scan(block, sums, (_blocks(k, 2), _blocks(v, 2), _blocks(k_positions, 0)))[0]
+    return lax.scan(block, sums, _blocks(k, v, k_positions))[0]
 
 
 def _gradients(q, k, v, positions: Positions, k_positions, lse, delta, dout):
@@ -190,8 +197,8 @@ def _gradients(q, k, v, positions: Positions, k_positions, lse, delta, dout):
         return dq + _einsum("bkgst,bktc->bkgsc", ds, k), (dk, dv)
 
     start = jnp.zeros(q.shape, jnp.float32)
-    dq, (dk, dv) = lax.scan(block, start, (_blocks(k, 2), _blocks(v, 2), _blocks(k_positions, 0)))
-    joined = lambda x: jnp.moveaxis(x, 0, 2).reshape(k.shape)
+    dq, (dk, dv) = lax.scan(block, start, _blocks(k, v, k_positions))
+    joined = lambda x: jnp.moveaxis(x, 0, 2).reshape(*k.shape[:2], -1, k.shape[-1])[:, :, : k.shape[2]]
     return dq, joined(dk), joined(dv)
 
 

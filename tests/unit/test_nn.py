@@ -22,7 +22,7 @@ def plain_attention(q, k, v):
     return jnp.einsum("bhqk,bkhc->bqhc", jax.nn.softmax(s, -1), v)
 
 
-@pytest.mark.parametrize("block", [16, 512])  # four blocks of keys, and one
+@pytest.mark.parametrize("block", [16, 24, 512])  # four blocks of keys, three of 22 with two places to fill, and one
 def test_attention_and_its_gradients(block, monkeypatch):
     monkeypatch.setattr(importlib.import_module("parallax.nn.attention"), "BLOCK", block)
     shapes = {"q": (2, 64, 6, 8), "k": (2, 64, 3, 8), "v": (2, 64, 3, 8), "dout": (2, 64, 6, 8)}
