@@ -369,9 +369,10 @@ def _homes(name: str) -> list[str]:
 
 def _full_path(dotted: str, value: Any, base: Path) -> Any:
     """Expands `~`; makes the path of a file that is read absolute: it is relative to the run file or, on the command
-    line, to the working directory."""
+    line, to the working directory. The sources of a mixture stay as they are where two are one: said at opening."""
     if dotted == "data.source" and isinstance(value, dict):
-        return {_full_path(dotted, source, base): weight for source, weight in value.items()}
+        full = {_full_path(dotted, source, base): weight for source, weight in value.items()}
+        return full if len(full) == len(value) else value
     if not isinstance(value, str) or not value or dotted not in {"log.dir", *PATHS} or value in PATHS.get(dotted, ()):
         return value
     if dotted == "parallel.schedule" and not value.endswith(".csv"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ import numpy as np
 
 from parallax.config import ConfigError
 from parallax.data.files import TextFile
+from parallax.data.mapped import MappedFile
 
 _MAPPED_FILES = 128  # at once: each mapping holds a file descriptor, of which a process has about a thousand
+_HASHED_ENDS, _HASHED_BLOCKS, _HASHED_BLOCK = 1 << 20, 64, 1 << 12  # tokens, blocks, tokens
 
 
 class Tokens(Protocol):
@@ -62,7 +65,9 @@ class TextBytes:
         return self.stop - self.start + (self.stop == self.file.size)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        text = _mapped(self.file)[self.start + start : min(self.start + stop, self.stop)]
+        mapped = _mapped(self.file)
+        mapped.check()
+        text = mapped.array(np.uint8)[self.start + start : min(self.start + stop, self.stop)]
         return np.append(text, np.uint8(self.separator)) if stop > self.stop - self.start else text
 
     def document_starts(self, start: int, stop: int) -> list[int]:
@@ -101,12 +106,28 @@ class Joined:
 
 
 @functools.lru_cache(_MAPPED_FILES)
-def _mapped(file: TextFile) -> np.ndarray:
-    """The file's bytes, uint8 [size], mapped: read as they are used, and held in no memory of this process."""
+def _mapped(file: TextFile) -> MappedFile:
     try:
         found = file.path.stat()
         if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
             raise ConfigError([f"{file.path} was changed while it was in use; start again"])
-        return np.memmap(file.path, np.uint8, "r").view(np.ndarray)
+        return MappedFile(file.path)
     except OSError as error:
         raise ConfigError([f"{file.path} cannot be read: {error.strerror}; make it readable"]) from error
+
+
+def content_hash(*sides: Tokens) -> str:
+    """A SHA-256 of some of the tokens, as int32: of each side the first and the last _HASHED_ENDS, and _HASHED_BLOCKS
+    evenly spaced blocks of _HASHED_BLOCK, so that it takes no longer for more text. Raises ConfigError as `read`."""
+    digest = hashlib.sha256()
+    for tokens in sides:
+        last = max(len(tokens) - _HASHED_BLOCK, 0)
+        blocks = {last * i // (_HASHED_BLOCKS - 1) for i in range(_HASHED_BLOCKS)}
+        ranges = [(0, _HASHED_ENDS), *((start, start + _HASHED_BLOCK) for start in sorted(blocks))]
+        done = 0
+        for start, stop in [*ranges, (len(tokens) - _HASHED_ENDS, len(tokens))]:
+            start, stop = max(start, done), min(stop, len(tokens))  # no token twice
+            if start < stop:
+                digest.update(tokens.read(start, stop).astype("<i4").tobytes())
+                done = stop
+    return digest.hexdigest()

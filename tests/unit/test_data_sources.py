@@ -300,15 +300,15 @@ WRONG: dict[str, tuple[dict[str, bytes | str] | Callable[[Path], object], str, s
     "packed": ({"a.jsonl.gz": "x"}, "a.jsonl.gz", 'a.jsonl.gz" is not text; unpack it'),
     "pair in a folder": ({"a.bin": "x", "b": "x"}, "", 'a.bin" is not text; name its pair by itself'),
     "not JSON": ({"a.jsonl": lines({"text": "x"}) + "nonsense\n"}, "a.jsonl", NOT_JSON),
-    "nested JSON": ({"a.jsonl": "[" * 100_000}, "a.jsonl", "line 1 is not JSON: maximum recursion depth"),
-    "not an object": ({"a.jsonl": lines([1, 2])}, "a.jsonl", "line 1 is [1, 2], not an object; write {"),
+    "nested JSON": ({"a.jsonl": "[" * 100_000}, "a.jsonl", "line 1 is nested too deeply"),
+    "not an object": ({"a.jsonl": lines([1, 2])}, "a.jsonl", "line 1 is a list, not an object; write an object a line: {"),
     "no key": ({"a.jsonl": lines({"body": "x", "id": 1})}, "a.jsonl", 'line 1 has no key "text" (the text key); use'),
     "null": ({"a.jsonl": lines({"text": "x"}, {"text": None})}, "a.jsonl", 'line 2: the key "text" holds null, not a'),
-    "number": ({"a.jsonl": lines({"text": 3})}, "a.jsonl", 'line 1: the key "text" holds 3, not a string'),
+    "number": ({"a.jsonl": lines({"text": 3})}, "a.jsonl", 'line 1: the key "text" holds a number, not a string'),
     "half a character": ({"a.jsonl": '{"text": "\\ud800"}\n'}, "a.jsonl", "line 1: \\ud800 is half of a surrogate"),
     "bad UTF-8": ({"a.jsonl": b'{"text": "x"}\n{"text": "\xff"}\n'}, "a.jsonl", "line 2: byte 10 of the line is not"),
-    "no document": ({"a.jsonl": lines({"text": ""}) + "\n"}, "a.jsonl", "a.jsonl hold no document with text"),
-    "wrong line in a folder": ({"d/a.jsonl": "3", "d/b": "x"}, "d", "a.jsonl, line 1 is 3, not an object"),
+    "no document": ({"a.jsonl": lines({"text": ""}) + "\n"}, "a.jsonl", "a.jsonl holds no document with text"),
+    "wrong line in a folder": ({"d/a.jsonl": "3", "d/b": "x"}, "d", "a.jsonl, line 1 is a number, not an object"),
 }  # fmt: skip
 
 
@@ -371,7 +371,7 @@ def test_too_short_for_its_share_of_a_batch(tmp_path: Path):
     assert problem.startswith(
         "train.global_batch_size = 16 needs a share of 8 windows of train.seq_len = 8, but the held-"
     )
-    assert "a.txt" in problem and "has 1; use a train.global_batch_size of at most 2 or" in problem
+    assert "a.txt" in problem and "has 1; use a train.global_batch_size of at most 2, a" in problem
     open_source({tmp_path / "a.txt": 1, "synthetic": 1}, batch=2, valid_fraction=0.1)
 
 
