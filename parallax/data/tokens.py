@@ -1,9 +1,10 @@
-"""Tokens in place: arrays that are never built, read a window at a time from memory and from mapped files. No jax."""
+"""Tokens in place: arrays that are never built, read a window at a time from memory and from files. No jax."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,9 +15,8 @@ import numpy as np
 
 from parallax.config import ConfigError
 from parallax.data.files import TextFile
-from parallax.data.mapped import MappedFile
 
-_MAPPED_FILES = 128  # at once: each mapping holds a file descriptor, of which a process has about a thousand
+_OPEN_FILES = 128  # at once: a process has about a thousand descriptors
 _HASHED_ENDS, _HASHED_BLOCKS, _HASHED_BLOCK = 1 << 20, 64, 1 << 12  # tokens, blocks, tokens
 
 
@@ -65,9 +65,7 @@ class TextBytes:
         return self.stop - self.start + (self.stop == self.file.size)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        mapped = _mapped(self.file)
-        mapped.check()
-        text = mapped.array(np.uint8)[self.start + start : min(self.start + stop, self.stop)]
+        text = _read(self.file, self.start + start, min(self.start + stop, self.stop))
         return np.append(text, np.uint8(self.separator)) if stop > self.stop - self.start else text
 
     def document_starts(self, start: int, stop: int) -> list[int]:
@@ -105,15 +103,41 @@ class Joined:
         return ((i, self._starts[i]) for i in range(first, last))
 
 
-@functools.lru_cache(_MAPPED_FILES)
-def _mapped(file: TextFile) -> MappedFile:
+class _Opened:
+    """A descriptor that is closed with its last reader: one thread may read what the cache lets go in another."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def _read(file: TextFile, start: int, stop: int) -> np.ndarray:
+    """Bytes `start` to `stop` of the file, uint8. Not mapped: to read what a file has lost since it was mapped kills
+    the process."""
     try:
-        found = file.path.stat()
-        if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
-            raise ConfigError([f"{file.path} was changed while it was in use; start again"])
-        return MappedFile(file.path)
+        opened = _open(file)
+        size = os.fstat(opened.descriptor).st_size
+        text = np.frombuffer(os.pread(opened.descriptor, stop - start, start), np.uint8)
     except OSError as error:
         raise ConfigError([f"{file.path} cannot be read: {error.strerror}; make it readable"]) from error
+    if size != file.size or len(text) != stop - start:
+        raise ConfigError([_changed(file)])
+    return text
+
+
+@functools.lru_cache(_OPEN_FILES)
+def _open(file: TextFile) -> _Opened:
+    opened = _Opened(os.open(file.path, os.O_RDONLY))
+    found = os.fstat(opened.descriptor)
+    if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise ConfigError([_changed(file)])
+    return opened
+
+
+def _changed(file: TextFile) -> str:
+    return f"{file.path} was changed while it was in use; start again"
 
 
 def content_hash(*sides: Tokens) -> str:
