@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,14 +74,12 @@ def open_data(
             train, held_out = (
                 Windows(tokens, seq_len, config.isolate_documents) for tokens in (split.train, split.held_out)
             )
-            try:
-                check_fills_a_batch(train, global_batch_size, "training", _where(name), shares[name])
-            except ConfigError as error:
-                problems += error.problems
-            try:
-                check_fills_a_batch(held_out, global_batch_size, "held-out", _where(name), shares[name])
-            except ConfigError as error:
-                problems += error.problems
+            for windows in (train, held_out):
+                side = "training" if windows is train else "held-out"
+                try:
+                    check_fills_a_batch(windows, global_batch_size, side, _where(name), shares[name])
+                except ConfigError as error:
+                    problems += error.problems
         sources.append(_Source(name, shares[name], split, train, held_out))
     if problems:
         raise ConfigError(problems)
@@ -131,13 +128,11 @@ def _where(name: str) -> str:
 
 
 def _named_twice(names: Iterable[str]) -> Iterator[str]:
-    """Of a mixture. Different spellings of a path are one source."""
-    first: dict[str, str] = {}
+    """Sources of a mixture that are one indexed dataset: PREFIX, PREFIX.bin and PREFIX.idx."""
+    first: dict[Path, str] = {}
     for name in names:
-        path = name if name in SOURCES or "\0" in name else os.path.realpath(find_prefix(name) or name)
-        if (other := first.setdefault(path, name)) is not name:
-            rule = f"are the same source, {show(path)}"
-            yield f"data.source: {show(other)} and {show(name)} {rule}; name it once, with the sum of their weights"
+        if name not in SOURCES and (prefix := find_prefix(name)) and (other := first.setdefault(prefix, name)) != name:
+            yield f"data.source: {show(other)} and {show(name)} are one dataset; name it once, with the sum of weights"
 
 
 def _check_vocabulary(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -17,7 +17,7 @@ from parallax.config import ConfigError
 from parallax.data.files import TextFile
 
 _OPEN_FILES = 128  # at once: a process has about a thousand descriptors
-_HASHED_ENDS, _HASHED_BLOCKS, _HASHED_BLOCK = 1 << 20, 64, 1 << 12  # tokens, blocks, tokens
+_HASHED_ENDS, _HASHED_BLOCKS, _HASHED_BLOCK = 1 << 18, 64, 1 << 10  # tokens, blocks, tokens: 1 MiB and 4 KiB of int32
 
 
 class Tokens(Protocol):
@@ -66,7 +66,8 @@ class TextBytes:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         text = _read(self.file, self.start + start, min(self.start + stop, self.stop))
-        return np.append(text, np.uint8(self.separator)) if stop > self.stop - self.start else text
+        separator = np.array([self.separator], np.uint8)
+        return np.concatenate([text, separator]) if stop > self.stop - self.start else text
 
     def document_starts(self, start: int, stop: int) -> list[int]:
         return [0] * (start == 0 < stop)
