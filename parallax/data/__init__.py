@@ -24,7 +24,8 @@ __all__ = ["Batch", "Corpus", "Data", "HeldOut", "TrainStream", "bigram_loss", "
 class Data:
     """Opened sources.
 
-    `description` is a line for people. `fingerprint` says, in what JSON can hold, what the data are, wherever they lie.
+    `description` is a line for people. `fingerprint` says, in what JSON can hold, what the data are, wherever they lie:
+    numbers of tokens, and a hash of some of them (see `content_hash`).
     `corpus` is there only if the source is python-stdlib, a token a byte.
     """
 

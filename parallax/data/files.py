@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from parallax.config import ConfigError, brief, either, show
 
@@ -107,16 +107,19 @@ def _problem(path: Path) -> str | None:
 def _walk(folder: Path, where: str) -> Iterator[str]:
     """Paths relative to `folder`, with forward slashes on every system."""
 
-    def refuse(error: OSError) -> None:
+    def refuse(error: OSError) -> NoReturn:
         raise ConfigError([f"{where}: the folder {error.filename} cannot be read: {error.strerror}; make it readable"])
 
     seen = {_identity(folder)}
     for parent, subfolders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        visible = sorted(name for name in subfolders if not name.startswith("."))
-        visible.sort(key=lambda name: os.path.islink(os.path.join(parent, name)))  # a folder before the links to it
+        visible = [name for name in subfolders if not name.startswith(".")]
         subfolders.clear()
-        for name in visible:
-            if (identity := _identity(Path(parent, name))) not in seen:
+        for name in sorted(visible, key=lambda name: (os.path.islink(os.path.join(parent, name)), name)):
+            try:
+                identity = _identity(Path(parent, name))
+            except OSError as error:
+                refuse(error)
+            if identity not in seen:
                 seen.add(identity)
                 subfolders.append(name)
         for name in files:
@@ -203,10 +206,10 @@ def _kind(value: Any) -> str:
 def _other_keys(value: dict[str, Any]) -> str:
     if not value:
         return "the object is empty"
-    more = len(value) - _SHOWN_KEYS
-    return (
-        f"use {either([*map(brief, islice(value, _SHOWN_KEYS)), *([f'one of {more} more keys'] if more > 0 else [])])}"
-    )
+    known = [*map(brief, islice(value, _SHOWN_KEYS))]
+    if (more := len(value) - len(known)) > 0:
+        known.append(f"one of {more} more keys")
+    return f"use {either(known)}"
 
 
 def _decoded(chunks: Iterator[bytes], path: Path) -> Iterator[str]:

@@ -285,7 +285,7 @@ def write_indexed(
     paths = [Path(prefix.parent, prefix.name + suffix) for suffix in SUFFIXES]
     claimed: list[Path] = []
     try:
-        with tempfile.TemporaryDirectory(prefix=".tokenize-", dir=prefix.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=".tokenize-", dir=prefix.parent, ignore_cleanup_errors=True) as folder:
             ready = [Path(folder, path.name) for path in paths]
             with (
                 ready[0].open("xb") as ids,
