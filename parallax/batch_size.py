@@ -32,9 +32,11 @@ def batch_sizes(train: Train, samples: int) -> Iterator[int]:
 
 
 def samples_after(train: Train, samples: int, steps: int) -> int:
-    """Samples consumed when `steps` more steps have followed `samples`."""
-    for size in batch_sizes(train, samples):
-        if not steps or size == train.global_batch_size:
-            break
-        samples, steps = samples + size, steps - 1
+    """Samples consumed when `steps` more steps have followed `samples`. Goes over the sizes, not over the steps."""
+    while steps and (size := batch_size(train, samples)) != train.global_batch_size:
+        start, increment, over = train.rampup_batch_size
+        increments = (train.global_batch_size - start) // increment
+        end = -(-((size - start) // increment + 1) * over // increments)  # the first number of samples of a larger size
+        of_size = min(-((samples - end) // size), steps)
+        samples, steps = samples + of_size * size, steps - of_size
     return samples + steps * train.global_batch_size

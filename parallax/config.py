@@ -374,9 +374,15 @@ def _homes(name: str) -> list[str]:
 
 def _full_path(dotted: str, value: Any, base: Path) -> Any:
     """Expands `~`; makes the path of a file that is read absolute: it is relative to the run file or, on the command
-    line, to the working directory."""
+    line, to the working directory. Raises ConfigError where two sources of a mixture are the same path."""
     if dotted == "data.source" and isinstance(value, dict):
-        return {_full_path(dotted, source, base): weight for source, weight in value.items()}
+        named: dict[str, str] = {}
+        for source in value:
+            path = _full_path(dotted, source, base)
+            if (other := named.setdefault(path, source)) != source:
+                message = f"{dotted}: {show(other)} and {show(source)} are both {show(path)}"
+                raise ConfigError([f"{message}; name it once, with the sum of their weights"])
+        return {path: value[source] for path, source in named.items()}
     if not isinstance(value, str) or not value or dotted not in {"log.dir", *PATHS} or value in PATHS.get(dotted, ()):
         return value
     if dotted == "parallel.schedule" and not value.endswith(".csv"):

@@ -110,7 +110,13 @@ def check_schedule(config: RunConfig) -> Iterator[str]:
 
 
 def check_sources(data: Data) -> Iterator[str]:
-    """Rules of a mixture's weights. What its sources hold is looked at when they are opened."""
+    """Rules of a mixture's weights, and of what run.toml can hold. What sources hold is looked at at their opening."""
+    names = [*data.source] if isinstance(data.source, dict) else [data.source]
+    texts = [("source", name) for name in names]
+    texts += [(key, getattr(data, key)) for key in ("tokenizer", "text_key", "separator")]
+    for key, text in texts:
+        if not text.isascii() and text.encode(errors="ignore").decode() != text:
+            yield f"data.{key}: {text!a} is not UTF-8, which a run file must be; use another name"
     if not isinstance(data.source, dict):
         return
     if not data.source:
@@ -230,10 +236,6 @@ def check_model(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"parallel.pp {pp} x parallel.virtual_stages {v} = {pp * v} stages are more than model.layers = {layers}; "
             f"use a product of at most {layers}"
         )
-    least = 256 if config.data.tokenizer == "bytes" else 1
-    if shape.vocab_size < least:
-        tokenizer = f"data.tokenizer = {show(config.data.tokenizer)}"
-        yield f"model.vocab_size = {shape.vocab_size} is less than the {least} of {tokenizer}; use {least} or more"
     if 0 < shape.max_positions < train.seq_len:
         yield (
             f"train.seq_len = {train.seq_len} is more than the model's {shape.max_positions} learned positions; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from parallax.data.bigram import bigram_loss
 from parallax.data.indexed import find_prefix
 from parallax.data.loader import Batch, HeldOut, TrainStream, Windows, WindowSource, check_fills_a_batch, mixing_weights
 from parallax.data.sources import Corpus, Split, split_indexed, split_stdlib, split_text, synthetic
-from parallax.data.tokenizer import Tokenizer, open_tokenizer
+from parallax.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_hash
+from parallax.data.tokens import content_hash
 from parallax.rules import check_sources
 
 __all__ = ["Batch", "Corpus", "Data", "HeldOut", "TrainStream", "bigram_loss", "open_data"]
@@ -23,7 +24,8 @@ __all__ = ["Batch", "Corpus", "Data", "HeldOut", "TrainStream", "bigram_loss", "
 class Data:
     """Opened sources.
 
-    `description` is a line for people. `fingerprint` says, in what JSON can hold, what the data are, wherever they lie.
+    `description` is a line for people. `fingerprint` says, in what JSON can hold, what the data are, wherever they lie:
+    numbers of tokens, and a hash of some of them (see `content_hash`).
     `corpus` is there only if the source is python-stdlib, a token a byte.
     """
 
@@ -57,8 +59,10 @@ def open_data(
     if problems := [*check_sources(config)]:
         raise ConfigError(problems)
     weights = config.source if isinstance(config.source, dict) else {config.source: 1.0}
+    if problems := [*_named_twice(weights)]:
+        raise ConfigError(problems)
     tokenizer = None
-    if weights.keys() != {"synthetic"}:
+    if any(_is_tokenized(name) for name in weights):
         tokenizer = open_tokenizer(config.tokenizer, config.separator)
         _check_vocabulary(config.tokenizer, tokenizer, vocab_size)
     splits = _open_all(list(weights), config, tokenizer, vocab_size)
@@ -71,9 +75,10 @@ def open_data(
             train, held_out = (
                 Windows(tokens, seq_len, config.isolate_documents) for tokens in (split.train, split.held_out)
             )
-            for windows, side in ((train, "training"), (held_out, "held-out")):
+            for windows in (train, held_out):
+                side = "training" if windows is train else "held-out"
                 try:
-                    check_fills_a_batch(windows, global_batch_size, f"{side} text of {_where(name)}", shares[name])
+                    check_fills_a_batch(windows, global_batch_size, side, _where(name), shares[name])
                 except ConfigError as error:
                     problems += error.problems
         sources.append(_Source(name, shares[name], split, train, held_out))
@@ -99,7 +104,7 @@ def _open_all(
             splits[name] = _open(name, config, tokenizer, vocab_size)
         except ConfigError as error:
             problems += error.problems
-    if problems := problems or _tokenizer_problems(splits, config, tokenizer):
+    if problems := problems or _tokenizer_problems(splits, config):
         raise ConfigError(problems)
     return splits
 
@@ -107,16 +112,28 @@ def _open_all(
 def _open(name: str, config: parallax.config.Data, tokenizer: Tokenizer | None, vocab_size: int) -> Split | None:
     if name == "synthetic":
         return None
+    if name not in SOURCES and (prefix := find_prefix(name)):
+        return split_indexed(prefix, config.valid_fraction, vocab_size)
     assert tokenizer is not None
     if name == "python-stdlib":
         return split_stdlib(tokenizer, config.valid_fraction, config.text_key, vocab_size)
-    if prefix := find_prefix(name):
-        return split_indexed(prefix, config.valid_fraction, vocab_size)
     return split_text(name, _where(name), tokenizer, config.valid_fraction, config.text_key, vocab_size)
+
+
+def _is_tokenized(name: str) -> bool:
+    return name == "python-stdlib" or (name != "synthetic" and find_prefix(name) is None)
 
 
 def _where(name: str) -> str:
     return f"data.source = {show(name)}"
+
+
+def _named_twice(names: Iterable[str]) -> Iterator[str]:
+    """Sources of a mixture that are one indexed dataset: PREFIX, PREFIX.bin and PREFIX.idx."""
+    first: dict[Path, str] = {}
+    for name in names:
+        if name not in SOURCES and (prefix := find_prefix(name)) and (other := first.setdefault(prefix, name)) != name:
+            yield f"data.source: {show(other)} and {show(name)} are one dataset; name it once, with the sum of weights"
 
 
 def _check_vocabulary(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -126,13 +143,12 @@ def _check_vocabulary(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
         raise ConfigError([f"model.vocab_size = {vocab_size} {rule}; use {least} or more"])
 
 
-def _tokenizer_problems(
-    splits: Mapping[str, Split | None], config: parallax.config.Data, tokenizer: Tokenizer | None
-) -> list[str]:
+def _tokenizer_problems(splits: Mapping[str, Split | None], config: parallax.config.Data) -> list[str]:
     """Sources whose tokens mean different things. "bytes", the default, counts only where it made tokens."""
     made_by = {_where(name): split.made_by for name, split in splits.items() if split is not None and split.made_by}
-    if tokenizer is not None and not tokenizer.is_bytes:
-        made_by = {f"data.tokenizer = {show(config.tokenizer)}": (Path(tokenizer.name).name, tokenizer.hash)} | made_by
+    if config.tokenizer != "bytes" and any(split is not None for split in splits.values()):
+        of_config = Path(config.tokenizer).name, tokenizer_hash(config.tokenizer)
+        made_by = {f"data.tokenizer = {show(config.tokenizer)}": of_config} | made_by
     if not made_by:
         return []
     (first, wanted), *others = made_by.items()
@@ -167,6 +183,7 @@ def _fingerprint(sources: list[_Source], tokenizer: Tokenizer | None) -> dict[st
         facts: dict[str, Any] = {"name": _base(source.name), "share": source.share}
         if split := source.split:
             facts |= {"tokens": len(split.train), "held_out_tokens": len(split.held_out)}
+            facts["sha256"] = content_hash(split.train, split.held_out)
             facts |= {"documents": split.documents, "tokenizer": split.made_by[1] if split.made_by else None}
         of_sources.append(facts)
     separator = None if tokenizer is None else tokenizer.separator_id

@@ -1,7 +1,8 @@
 """The text files of a source: which they are, what they hold, and where that is not what it should be. No jax.
 
 A text file is a document. A .jsonl file holds a JSON object a line, each a document. A folder stands for all files
-under it, in order of relative path; names that begin with a dot are passed over.
+under it, in order of relative path; names that begin with a dot are passed over. Links to folders are followed; a
+folder that is reached twice is read once, so that a loop of links ends.
 """
 
 from __future__ import annotations
@@ -13,17 +14,25 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from parallax.config import ConfigError, brief, either, show
 
 PIECE_CHARACTERS = 1 << 18  # of a document, handed to a tokenizer at once: bounds memory
 _READ_BYTES = 1 << 20
 _PACKED = frozenset((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".parquet", ".arrow"))
-_SHOWN_PROBLEMS = 5
+_SHOWN_PROBLEMS, _SHOWN_KEYS = 5, 5
+_JSON = json.JSONDecoder(parse_int=float)  # a number is no text: none is too long, as it would be for int
 
-Piece = tuple[str | bytes, bool]
-"""A part of a document's text, and whether the document ends with it."""
+
+class Piece(NamedTuple):
+    """A part of a document's text, and whether the document `ends` with it. `line` is that of a .jsonl file, else 0."""
+
+    text: str | bytes
+    ends: bool
+    line: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,14 +107,29 @@ def _problem(path: Path) -> str | None:
 def _walk(folder: Path, where: str) -> Iterator[str]:
     """Paths relative to `folder`, with forward slashes on every system."""
 
-    def refuse(error: OSError) -> None:
+    def refuse(error: OSError) -> NoReturn:
         raise ConfigError([f"{where}: the folder {error.filename} cannot be read: {error.strerror}; make it readable"])
 
-    for parent, subfolders, files in os.walk(folder, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+    seen = {_identity(folder)}
+    for parent, subfolders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        visible = [name for name in subfolders if not name.startswith(".")]
+        subfolders.clear()
+        for name in sorted(visible, key=lambda name: (os.path.islink(os.path.join(parent, name)), name)):
+            try:
+                identity = _identity(Path(parent, name))
+            except OSError as error:
+                refuse(error)
+            if identity not in seen:
+                seen.add(identity)
+                subfolders.append(name)
         for name in files:
             if not name.startswith("."):
                 yield Path(parent, name).relative_to(folder).as_posix()
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
 
 
 def _nearest_path(path: Path, words: Sequence[str]) -> str:
@@ -134,41 +158,58 @@ def read_pieces(file: TextFile, text_key: str, decode: bool) -> Iterator[Piece]:
         with file.path.open("rb") as opened:
             if file.is_jsonl:
                 for number, line in enumerate(opened, 1):
+                    line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                     if line.strip():
                         text = _line_text(line, f"{file.path}, line {number}", text_key)
-                        yield from _cut(iter([text])) if decode else [(text.encode(), True)]
+                        yield from _cut(iter([text]), number) if decode else [Piece(text.encode(), True, number)]
                 return
             chunks = iter(lambda: opened.read(_READ_BYTES), b"")
             if decode:
                 yield from _cut(_decoded(chunks, file.path))
             else:
-                yield from ((chunk, False) for chunk in chunks)
-                yield b"", True
+                yield from (Piece(chunk, False) for chunk in chunks)
+                yield Piece(b"", True)
     except OSError as error:
         raise ConfigError([f"{file.path} cannot be read: {error.strerror}; make it readable"]) from error
 
 
 def _line_text(line: bytes, where: str, text_key: str) -> str:
+    object_a_line = f'write an object a line: {{{json.dumps(text_key)}: "..."}}'
     try:
-        value = json.loads(line.decode())
+        value = _JSON.decode(line.decode())
     except UnicodeDecodeError as error:
         raise ConfigError([f"{where}: byte {error.start} of the line is not UTF-8; write the file as UTF-8"]) from None
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ConfigError([f'{where} is not JSON: {reason}; write an object a line: {{"text": "..."}}']) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"{where} is not JSON: {error.msg} at character {error.pos}; {object_a_line}"]) from None
+    except RecursionError:
+        raise ConfigError([f"{where} is nested too deeply to be read; {object_a_line}"]) from None
     if not isinstance(value, dict):
-        raise ConfigError([f'{where} is {brief(value)}, not an object; write {{{json.dumps(text_key)}: "..."}}'])
+        raise ConfigError([f"{where} is {_kind(value)}, not an object; {object_a_line}"])
     if text_key not in value:
-        known = f"use {either(map(show, value))}" if value else "the object is empty"
-        raise ConfigError([f"{where} has no key {show(text_key)} (the text key); {known}"])
+        raise ConfigError([f"{where} has no key {brief(text_key)} (the text key); {_other_keys(value)}"])
     text = value[text_key]
     if not isinstance(text, str):
-        shown = json.dumps(text)[:60]
-        raise ConfigError([f"{where}: the key {show(text_key)} holds {shown}, not a string; write text or remove it"])
+        rule = f"holds {_kind(text)}, not a string; write text or remove it"
+        raise ConfigError([f"{where}: the key {brief(text_key)} {rule}"])
     if found := re.search("[\ud800-\udfff]", text):
         escape = f"\\u{ord(found[0]):x}"
         raise ConfigError([f"{where}: {escape} is half of a surrogate pair, which no text holds; remove or repair it"])
     return text
+
+
+def _kind(value: Any) -> str:
+    """What a JSON value is: not the value itself, which may be long or deep."""
+    kinds = {dict: "an object", list: "a list", str: "a string", float: "a number", bool: "true or false"}
+    return kinds.get(type(value), "null")
+
+
+def _other_keys(value: dict[str, Any]) -> str:
+    if not value:
+        return "the object is empty"
+    known = [*map(brief, islice(value, _SHOWN_KEYS))]
+    if (more := len(value) - len(known)) > 0:
+        known.append(f"one of {more} more keys")
+    return f"use {either(known)}"
 
 
 def _decoded(chunks: Iterator[bytes], path: Path) -> Iterator[str]:
@@ -189,7 +230,7 @@ def _with_final(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
     yield b"", True
 
 
-def _cut(texts: Iterator[str]) -> Iterator[Piece]:
+def _cut(texts: Iterator[str], line: int = 0) -> Iterator[Piece]:
     """One document in pieces. A cut falls after a single line break between other characters where there is one: there
     tokenizers that part words at spaces give the same tokens with the cut as without."""
     kept = ""
@@ -199,7 +240,7 @@ def _cut(texts: Iterator[str]) -> Iterator[Piece]:
             half, end = begin + PIECE_CHARACTERS // 2, begin + PIECE_CHARACTERS
             if breaks := list(re.finditer(r"\S\n(?=\S)", kept[half:end])):
                 end = half + breaks[-1].end()
-            yield kept[begin:end], False
+            yield Piece(kept[begin:end], False, line)
             begin = end
         kept = kept[begin:]
-    yield kept, True
+    yield Piece(kept, True, line)

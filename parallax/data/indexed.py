@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from parallax.config import ConfigError, either
+from parallax.data.mapped import MappedFile
 
 FORMAT = "parallax-tokens-1"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -32,14 +33,16 @@ MAX_SEQUENCE = 2**31 - 1  # tokens: lengths are int32
 
 _HEADER = struct.Struct("<9sQBQQ")
 _OFFSETS = {"magic": 0, "version": 9, "dtype": 17}
+_TOKENIZER_FACTS = ("tokenizer", "tokenizer_hash")  # both or neither
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Indexed:
-    """A pair of files, mapped. `ids` [tokens]; `pointers` [sequences] in bytes; `documents` [documents + 1]."""
+    """A pair of `files`, mapped. `ids` [tokens]; `pointers` [sequences] in bytes; `documents` [documents + 1]."""
 
     prefix: Path
+    files: tuple[MappedFile, MappedFile]
     ids: np.ndarray
     pointers: np.ndarray
     documents: np.ndarray
@@ -49,6 +52,11 @@ class Indexed:
     @property
     def number_of_documents(self) -> int:
         return len(self.documents) - 1
+
+    def check_files(self) -> None:
+        """Raises ConfigError where one of the files has another size than when it was mapped."""
+        for file in self.files:
+            file.check()
 
     def document_start(self, document: int) -> int:
         """The position in `ids` of a document's first token; of the document after the last, the number of tokens."""
@@ -79,11 +87,13 @@ class IndexedTokens:
         return self.stop - self.start
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        self.indexed.check_files()
         ids = self.indexed.ids[self.start + start : self.start + stop]
         self.indexed.check_ids(self.start + start, ids)
         return ids
 
     def document_starts(self, start: int, stop: int) -> list[int]:
+        self.indexed.check_files()
         first = self.indexed.first_document_at(self.start + start)
         last = self.indexed.first_document_at(self.start + stop)
         starts = [self.indexed.document_start(document) - self.start for document in range(first, last)]
@@ -122,7 +132,8 @@ def open_indexed(prefix: Path, vocab_size: int) -> Indexed:
     try:
         bin_size, idx_size = bin_path.stat().st_size, idx_path.stat().st_size
         dtype, sequences, indices = _read_header(idx_path, idx_size)
-        lengths, pointers, documents = _map_index(idx_path, sequences, indices)
+        index = MappedFile(idx_path)
+        lengths, pointers, documents = _index_arrays(index, sequences, indices)
         tokens = _check_index(idx_path, lengths, pointers, documents, dtype.itemsize)
         if bin_size != tokens * dtype.itemsize:
             what = "is cut off" if bin_size < tokens * dtype.itemsize else "is too long"
@@ -134,8 +145,9 @@ def open_indexed(prefix: Path, vocab_size: int) -> Indexed:
             )
         if tokens == 0:
             raise ConfigError([f"{bin_path} holds no token; use a pair that does"])
-        ids = np.memmap(bin_path, dtype, "r").view(np.ndarray)
-        indexed = Indexed(prefix, ids, pointers, documents, _read_facts(prefix, tokens), vocab_size)
+        ids = MappedFile(bin_path)
+        facts = _read_facts(prefix, tokens)
+        indexed = Indexed(prefix, (ids, index), ids.array(dtype), pointers, documents, facts, vocab_size)
     except OSError as error:
         raise ConfigError([f"{error.filename} cannot be read: {error.strerror}; make it readable"]) from error
     _check_vocabulary(indexed)
@@ -174,14 +186,15 @@ def _read_header(path: Path, size: int) -> tuple[np.dtype, int, int]:
     return known[code].newbyteorder("<"), sequences, indices
 
 
-def _map_index(path: Path, sequences: int, indices: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _index_arrays(index: MappedFile, sequences: int, indices: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lengths int32 [sequences], pointers int64 [sequences], document indices int64 [indices]. None is aligned: numpy
     would copy the whole of one to search it, so it is searched with `bisect`."""
-    places = ((0, "<i4", sequences), (4 * sequences, "<i8", sequences), (12 * sequences, "<i8", indices))
-    lengths, pointers, documents = (
-        np.memmap(path, dtype, "r", _HEADER.size + offset, (count,)).view(np.ndarray) for offset, dtype, count in places
+    begin = _HEADER.size
+    return (
+        index.array("<i4", begin, sequences),
+        index.array("<i8", begin + 4 * sequences, sequences),
+        index.array("<i8", begin + 12 * sequences, indices),
     )
-    return lengths, pointers, documents
 
 
 def _check_index(path: Path, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray, itemsize: int) -> int:
@@ -224,16 +237,18 @@ def _check_index(path: Path, lengths: np.ndarray, pointers: np.ndarray, document
 def _read_facts(prefix: Path, tokens: int) -> Mapping[str, Any]:
     """PREFIX.json if `write_indexed` made it; nothing if it is not there, or another program's."""
     path = Path(f"{prefix}.json")
+    if not path.is_file():
+        return {}
     try:
         with path.open("rb") as opened:
             if FORMAT.encode() not in opened.read(64):
                 return {}
         facts = json.loads(path.read_text(encoding="utf-8"))
         numbers = [facts[name] for name in ("tokens", "largest_token", "largest_token_position")]
-        whole = all(type(number) is int for number in numbers)
-    except FileNotFoundError:
-        return {}
-    except (ValueError, TypeError, KeyError):
+        names = [facts[name] for name in _TOKENIZER_FACTS if name in facts]
+        whole = all(type(number) is int for number in numbers) and all(type(name) is str for name in names)
+        whole = whole and len(names) in (0, len(_TOKENIZER_FACTS))
+    except (ValueError, TypeError, KeyError, RecursionError):
         whole, facts = False, {}
     if not whole:
         raise ConfigError([f"{path} is damaged; delete it, or make it again with `parallax tokenize`"])
@@ -252,6 +267,7 @@ def _check_vocabulary(indexed: Indexed) -> None:
             raise ConfigError([_bad_id(indexed.prefix, place, largest, indexed.vocab_size)])
     elif ids.nbytes <= MAX_SCAN_BYTES and (ids.dtype.kind == "i" or np.iinfo(ids.dtype).max >= indexed.vocab_size):
         for start in range(0, len(ids), _CHUNK):
+            indexed.check_files()
             indexed.check_ids(start, ids[start : start + _CHUNK])
 
 
@@ -267,28 +283,33 @@ def write_indexed(
     written as they are after the last piece. Raises ConfigError where a file exists or cannot be written.
     """
     paths = [Path(prefix.parent, prefix.name + suffix) for suffix in SUFFIXES]
-    beside = [path.parent / f".{path.name}.{os.getpid()}" for path in paths]
-    written: list[Path] = []
+    claimed: list[Path] = []
     try:
-        with (
-            beside[0].open("xb") as ids,
-            beside[1].open("xb") as index,
-            tempfile.TemporaryFile(dir=prefix.parent) as lengths,
-            tempfile.TemporaryFile(dir=prefix.parent) as documents,
-        ):
-            counts = _write_ids(ids, lengths, documents, dtype, pieces)
-            _write_index(index, lengths, documents, dtype)
-        whole = {"format": FORMAT, **facts, **counts}
-        beside[2].write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-        check_free(prefix)
-        for path, ready in zip(paths, beside, strict=True):
-            written.append(path)
-            os.replace(ready, path)
-        written.clear()
+        with tempfile.TemporaryDirectory(prefix=".tokenize-", dir=prefix.parent, ignore_cleanup_errors=True) as folder:
+            ready = [Path(folder, path.name) for path in paths]
+            with (
+                ready[0].open("xb") as ids,
+                ready[1].open("xb") as index,
+                tempfile.TemporaryFile(dir=folder) as lengths,
+                tempfile.TemporaryFile(dir=folder) as documents,
+            ):
+                counts = _write_ids(ids, lengths, documents, dtype, pieces)
+                _write_index(index, lengths, documents, dtype)
+            whole = {"format": FORMAT, **facts, **counts}
+            ready[2].write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+            check_free(prefix)
+            for path in paths:  # of two that write the same at once, one goes on
+                path.touch(exist_ok=False)
+                claimed.append(path)
+            for source, path in zip(ready, paths, strict=True):
+                os.replace(source, path)
+            claimed.clear()
+    except FileExistsError as error:
+        raise ConfigError([_exists(error.filename)]) from error
     except OSError as error:
         raise ConfigError([f"{prefix}.bin cannot be written: {error.strerror}; use another place"]) from error
     finally:
-        for path in (*beside, *written):
+        for path in claimed:
             with contextlib.suppress(OSError):
                 path.unlink()
     return whole
@@ -298,7 +319,11 @@ def check_free(prefix: Path) -> None:
     """Raises ConfigError where one of the files that `write_indexed` would write is there."""
     for suffix in SUFFIXES:
         if os.path.lexists(f"{prefix}{suffix}"):
-            raise ConfigError([f"{prefix}{suffix} exists already; use another name, or delete it"])
+            raise ConfigError([_exists(f"{prefix}{suffix}")])
+
+
+def _exists(path: str) -> str:
+    return f"{path} exists already; use another name, or delete it"
 
 
 def _write_ids(

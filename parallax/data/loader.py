@@ -13,11 +13,11 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from parallax.config import ConfigError
+from parallax.config import ConfigError, either
 from parallax.data.tokens import Tokens
 
 _READERS = 2  # threads
@@ -77,8 +77,10 @@ class Windows:
         return Sample(window_T, np.maximum.accumulate(starts_S))
 
 
-def check_fills_a_batch(windows: Windows, global_batch_size: int, split: str, share: float = 1.0) -> None:
-    """Raises ConfigError if the split, called `split` in the message, has too few windows for its share of a batch."""
+def check_fills_a_batch(
+    windows: Windows, global_batch_size: int, side: Literal["training", "held-out"], source: str, share: float = 1.0
+) -> None:
+    """Raises ConfigError if a side of a source, as `source` names it, has too few windows for its share of a batch."""
     needed = max(1, math.ceil(share * global_batch_size - 1e-6))
     if len(windows) >= needed:
         return
@@ -88,12 +90,12 @@ def check_fills_a_batch(windows: Windows, global_batch_size: int, split: str, sh
         "train.seq_len": max(tokens - 1, 0) // needed,
     }
     remedies = [f"a {key} of at most {value}" for key, value in largest.items() if value > 0]
+    remedies += [f"a {'smaller' if side == 'training' else 'larger'} data.valid_fraction", "a longer text"]
     many = "as many windows" if share == 1 else f"a share of {needed} windows"
     raise ConfigError(
         [
             f"train.global_batch_size = {global_batch_size} needs {many} of train.seq_len = {windows.seq_len}, "
-            f"but the {split} ({tokens} tokens) has {len(windows)}; "
-            f"use {' or '.join([*remedies, f'more {split} (data.valid_fraction)'])}"
+            f"but the {side} text of {source} ({tokens} tokens) has {len(windows)}; use {either(remedies)}"
         ]
     )
 

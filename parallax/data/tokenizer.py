@@ -6,10 +6,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from parallax.config import ConfigError, either, show
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 """Names under which tokenizers hold the token that ends a document."""
@@ -22,7 +26,7 @@ class Tokenizer:
     """`hash` identifies what it does; `name` is as in the run file. `encode` turns a text into ids [tokens], `dtype`.
 
     Texts are bytes for the tokenizer "bytes", else strings. A special token that is written out in a text becomes that
-    token; none is added.
+    token; none is added. For text that it has no ids for, `encode` raises ValueError with the library's reason.
     """
 
     name: str
@@ -52,20 +56,7 @@ def open_tokenizer(name: str, separator: str, setting: str = "data.{} =") -> Tok
     where_separator = f"{setting.format('separator')} {show(separator)}"
     if name == "bytes":
         return _bytes(separator, where_separator)
-    if not name or "\0" in name:
-        raise ConfigError([f'{where} is not a path; use "bytes" or the path of a tokenizer.json'])
-    try:
-        text = Path(name).read_bytes()
-    except OSError as error:
-        message = f'{where} cannot be read: {error.strerror}; use "bytes" or the path of a tokenizer.json'
-        raise ConfigError([message]) from error
-    from tokenizers import Tokenizer as Library  # here: most runs need none
-
-    try:
-        library = Library.from_buffer(text)
-    except Exception as error:  # the library raises nothing more precise
-        reason = str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
-        raise ConfigError([f"{where} is not a tokenizer.json: {reason}; use one of the library tokenizers"]) from error
+    library, digest = _open_library(name, where)
     library.no_padding()  # both may be settings of the file: they are for inference
     library.no_truncation()
     vocabulary = library.get_vocab(with_added_tokens=True)
@@ -84,11 +75,39 @@ def open_tokenizer(name: str, separator: str, setting: str = "data.{} =") -> Tok
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
 
     def encode(texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)  # type: ignore[arg-type]
+        try:
+            encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)  # type: ignore[arg-type]
+        except Exception as error:  # the library raises nothing more precise
+            raise ValueError(str(error)) from error
         return [np.array(encoding.ids, dtype) for encoding in encodings]
 
-    digest = hashlib.sha256(text).hexdigest()
     return Tokenizer(name, digest, vocab_size, separator, vocabulary[separator], encode)
+
+
+def tokenizer_hash(name: str) -> str:
+    """As `Tokenizer.hash`, of a tokenizer that tokenizes nothing and so needs no separator. Raises ConfigError where
+    the file is no tokenizer."""
+    return "bytes" if name == "bytes" else _open_library(name, f"data.tokenizer = {show(name)}")[1]
+
+
+def _open_library(name: str, where: str) -> tuple[Library, str]:
+    """The tokenizer of a tokenizer.json, and the file's SHA-256."""
+    if not name or "\0" in name:
+        raise ConfigError([f'{where} is not a path; use "bytes" or the path of a tokenizer.json'])
+    try:
+        if (path := Path(name)).exists() and not path.is_file():
+            raise ConfigError([f'{where} is not a regular file; use "bytes" or the path of a tokenizer.json'])
+        text = path.read_bytes()
+    except OSError as error:
+        message = f'{where} cannot be read: {error.strerror}; use "bytes" or the path of a tokenizer.json'
+        raise ConfigError([message]) from error
+    from tokenizers import Tokenizer as Library  # here: most runs need none
+
+    try:
+        return Library.from_buffer(text), hashlib.sha256(text).hexdigest()
+    except Exception as error:  # the library raises nothing more precise
+        reason = str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
+        raise ConfigError([f"{where} is not a tokenizer.json: {reason}; use one of the library tokenizers"]) from error
 
 
 def _bytes(separator: str, where: str) -> Tokenizer:

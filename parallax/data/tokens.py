@@ -1,8 +1,10 @@
-"""Tokens in place: arrays that are never built, read a window at a time from memory and from mapped files. No jax."""
+"""Tokens in place: arrays that are never built, read a window at a time from memory and from files. No jax."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ import numpy as np
 from parallax.config import ConfigError
 from parallax.data.files import TextFile
 
-_MAPPED_FILES = 128  # at once: each mapping holds a file descriptor, of which a process has about a thousand
+_OPEN_FILES = 128  # at once: a process has about a thousand descriptors
+_HASHED_ENDS, _HASHED_BLOCKS, _HASHED_BLOCK = 1 << 18, 64, 1 << 10  # tokens, blocks, tokens: 1 MiB and 4 KiB of int32
 
 
 class Tokens(Protocol):
@@ -62,8 +65,9 @@ class TextBytes:
         return self.stop - self.start + (self.stop == self.file.size)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        text = _mapped(self.file)[self.start + start : min(self.start + stop, self.stop)]
-        return np.append(text, np.uint8(self.separator)) if stop > self.stop - self.start else text
+        text = _read(self.file, self.start + start, min(self.start + stop, self.stop))
+        separator = np.array([self.separator], np.uint8)
+        return np.concatenate([text, separator]) if stop > self.stop - self.start else text
 
     def document_starts(self, start: int, stop: int) -> list[int]:
         return [0] * (start == 0 < stop)
@@ -100,13 +104,55 @@ class Joined:
         return ((i, self._starts[i]) for i in range(first, last))
 
 
-@functools.lru_cache(_MAPPED_FILES)
-def _mapped(file: TextFile) -> np.ndarray:
-    """The file's bytes, uint8 [size], mapped: read as they are used, and held in no memory of this process."""
+class _Opened:
+    """A descriptor that is closed with its last reader: one thread may read what the cache lets go in another."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def _read(file: TextFile, start: int, stop: int) -> np.ndarray:
+    """Bytes `start` to `stop` of the file, uint8. Not mapped: to read what a file has lost since it was mapped kills
+    the process."""
     try:
-        found = file.path.stat()
-        if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
-            raise ConfigError([f"{file.path} was changed while it was in use; start again"])
-        return np.memmap(file.path, np.uint8, "r").view(np.ndarray)
+        opened = _open(file)
+        size = os.fstat(opened.descriptor).st_size
+        text = np.frombuffer(os.pread(opened.descriptor, stop - start, start), np.uint8)
     except OSError as error:
         raise ConfigError([f"{file.path} cannot be read: {error.strerror}; make it readable"]) from error
+    if size != file.size or len(text) != stop - start:
+        raise ConfigError([_changed(file)])
+    return text
+
+
+@functools.lru_cache(_OPEN_FILES)
+def _open(file: TextFile) -> _Opened:
+    opened = _Opened(os.open(file.path, os.O_RDONLY))
+    found = os.fstat(opened.descriptor)
+    if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise ConfigError([_changed(file)])
+    return opened
+
+
+def _changed(file: TextFile) -> str:
+    return f"{file.path} was changed while it was in use; start again"
+
+
+def content_hash(*sides: Tokens) -> str:
+    """A SHA-256 of some of the tokens, as int32: of each side the first and the last _HASHED_ENDS, and _HASHED_BLOCKS
+    evenly spaced blocks of _HASHED_BLOCK, so that it takes no longer for more text. Raises ConfigError as `read`."""
+    digest = hashlib.sha256()
+    for tokens in sides:
+        last = max(len(tokens) - _HASHED_BLOCK, 0)
+        blocks = {last * i // (_HASHED_BLOCKS - 1) for i in range(_HASHED_BLOCKS)}
+        ranges = [(0, _HASHED_ENDS), *((start, start + _HASHED_BLOCK) for start in sorted(blocks))]
+        done = 0
+        for start, stop in [*ranges, (len(tokens) - _HASHED_ENDS, len(tokens))]:
+            start, stop = max(start, done), min(stop, len(tokens))  # no token twice
+            if start < stop:
+                digest.update(tokens.read(start, stop).astype("<i4").tobytes())
+                done = stop
+    return digest.hexdigest()

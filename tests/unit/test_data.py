@@ -260,7 +260,10 @@ def test_open_data(stdlib: Corpus):
         ({"vocab_size": 255}, "model.vocab_size = 255 is less than the 256 .* use 256 or more"),
         ({"valid_fraction": 1.0}, "data.valid_fraction = 1.0 is not between 0 and 1"),
         ({"seq_len": 10**8}, "= 16 needs .* training text .* has 0; use a train.seq_len of at most"),
-        ({"valid_fraction": 1e-9}, r"held-out text of .*stdlib\" \(0 tokens\) has 0; use more held-out text"),
+        (
+            {"valid_fraction": 1e-9},
+            r"held-out text of .*stdlib\" \(0 tokens\) has 0; use a larger data.valid_fraction or a longer text",
+        ),
     ],
 )
 def test_errors_name_value_rule_and_remedy(changes: dict[str, Any], message: str):
@@ -269,10 +272,12 @@ def test_errors_name_value_rule_and_remedy(changes: dict[str, Any], message: str
 
 
 def test_the_named_remedies_work_and_no_more_would(numbered: Windows):
-    with pytest.raises(ValueError, match=r"train.global_batch_size of at most 45 or a train.seq_len of at most 7 or"):
-        check_fills_a_batch(numbered, 46, "training text")
-    check_fills_a_batch(numbered, 45, "training text")
-    check_fills_a_batch(Windows(numbered.tokens, 7), 46, "training text")
+    with pytest.raises(
+        ValueError, match=r"but the training text of x .* of at most 45, a train.seq_len of at most 7, a sm"
+    ):
+        check_fills_a_batch(numbered, 46, "training", "x")
+    check_fills_a_batch(numbered, 45, "training", "x")
+    check_fills_a_batch(Windows(numbered.tokens, 7), 46, "training", "x")
     with pytest.raises(ValueError, match="use 1 to 11"):
         held_out_of(numbered, 4).batches(12)
 

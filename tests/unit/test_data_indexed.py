@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +103,10 @@ def test_the_three_names_of_a_pair(prefix: Path, suffix: str):
     assert find_prefix(f"{prefix}{suffix}") == prefix
     data = open_pair(f"{prefix}{suffix}", valid_fraction=0.3)
     assert data.description == "corpus, 12 tokens and 5 held out"
+    digest = hashlib.sha256(struct.pack(f"<{len(FLAT)}i", *FLAT)).hexdigest()
     assert data.fingerprint["sources"] == [
         {"name": "corpus", "share": 1.0, "tokens": 12, "held_out_tokens": 5, "documents": 5, "tokenizer": None}
+        | {"sha256": digest}
     ]
 
 
@@ -190,6 +194,29 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"tokenizer_hash": "ab"}, {"tokenizer": "x", "tokenizer_hash": 3}, {"tokenizer": None, "tokenizer_hash": "ab"}],
+)
+def test_facts_about_a_tokenizer_are_whole(prefix: Path, wrong: dict[str, Any]):
+    facts = {"format": "parallax-tokens-1", "tokens": 17, "largest_token": 100, "largest_token_position": 12}
+    prefix.with_suffix(".json").write_text(json.dumps(facts | wrong))
+    with pytest.raises(ConfigError, match=r"corpus\.json is damaged; delete it"):
+        open_pair(prefix)
+
+
+def test_facts_that_are_nested_without_end(prefix: Path):
+    prefix.with_suffix(".json").write_text('{"format": "parallax-tokens-1", "x": ' + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"corpus\.json is damaged; delete it"):
+        open_pair(prefix)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_facts_that_are_no_file_are_no_concern(prefix: Path, make: Callable[[Path], None]):
+    make(prefix.with_suffix(".json"))
+    assert open_indexed(prefix, 256).facts == {}
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_pair_is_refused(prefix: Path, name: str):
     spoil, fragment = WRONG[name]
@@ -211,6 +238,56 @@ def test_a_broken_link_is_a_missing_file(prefix: Path):
 def test_another_program_s_json_is_no_concern(prefix: Path):
     prefix.with_suffix(".json").write_text('{"tokens": 3}')
     assert open_indexed(prefix, 256).facts == {}
+
+
+def test_ids_of_a_small_vocabulary_need_no_tokenizer(tmp_path: Path):
+    """The default, "bytes", has 256 tokens; another may have no end of text. Neither makes a token here."""
+    from tokenizers import Tokenizer, models
+
+    write_pair(tmp_path / "x", [[[i % 60] * 9] for i in range(40)])
+    assert open_pair(tmp_path / "x", vocab_size=60, separator="ignored").fingerprint["separator"] is None
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(90)}, unk_token="w0")).save(str(tmp_path / "t.json"))
+    open_pair(tmp_path / "x", vocab_size=60, tokenizer=str(tmp_path / "t.json"))
+    mixture: Any = {str(tmp_path / "x"): 1.0, "python-stdlib": 1.0}
+    with pytest.raises(ConfigError, match=r"model\.vocab_size = 60 is less than the 256 tokens of data\.tokenizer"):
+        open_data(parallax.config.Data(source=mixture), seq_len=4, global_batch_size=1, vocab_size=60, seed=0)
+
+
+def test_a_pair_is_one_source_of_a_mixture(prefix: Path):
+    mixture: Any = {str(prefix): 1.0, f"{prefix}.idx": 2.0}
+    with pytest.raises(ConfigError, match=r'corpus" and .*corpus\.idx" are one dataset; name it once'):
+        open_data(parallax.config.Data(source=mixture), seq_len=4, global_batch_size=1, vocab_size=256, seed=0)
+
+
+# Files that change
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("change", [-4096, 4096])
+def test_a_file_that_changes_its_size_is_said(tmp_path: Path, suffix: str, change: int):
+    write_pair(tmp_path / "x", [[[1] * 9] for _ in range(2000)])
+    data = open_pair(tmp_path / "x", isolate_documents=True)
+    path = tmp_path / f"x{suffix}"
+    os.truncate(path, path.stat().st_size + change)
+    with pytest.raises(ConfigError, match=rf"x\{suffix} was changed while it was in use: it had .* start again"):
+        data.train.batch(0, 1000)
+
+
+def test_other_ids_have_another_fingerprint(tmp_path: Path):
+    """Of files of the same length: the beginning, the end, or a tenth of the middle."""
+    ids = np.zeros(3 << 20, np.uint16)
+    ids[5] = 100
+    size = len(ids)
+
+    def digest(name: str, changed: slice) -> str:
+        other = ids.copy()
+        other[changed] = 7
+        write_indexed(tmp_path / name, np.dtype(np.uint16), [(other, True)], {})
+        return open_pair(tmp_path / name, valid_fraction=0.01).fingerprint["sources"][0]["sha256"]
+
+    changes = [slice(0), slice(1), slice(size - 1, size), slice(size // 2, size * 6 // 10)]
+    assert len({digest(f"x{i}", changed) for i, changed in enumerate(changes)}) == len(changes)
+    assert digest("a", changes[0]) == digest("b", changes[0])
 
 
 # Ids beyond the vocabulary
@@ -238,6 +315,7 @@ def test_an_id_beyond_the_vocabulary_is_found_when_it_is_read(tmp_path: Path, mo
     """Of files too large to look through at opening: out of the threads that read ahead, and of held-out batches."""
     write_pair(tmp_path / "x", [[[1] * 50], [[1] * 50 + [300]], [[1, 1, 1, 1, 301]]])
     monkeypatch.setattr(indexed, "MAX_SCAN_BYTES", 10)
+    monkeypatch.setattr(parallax.data, "content_hash", lambda *_: "")  # it would find them: these files are small
     data = open_pair(tmp_path / "x", valid_fraction=0.05)
     with pytest.raises(ConfigError, match=r"x\.bin: token 100 is 300"):
         list(data.train.iterate(0, [1] * 25))
@@ -282,6 +360,34 @@ def test_an_interrupt_between_the_files_leaves_nothing(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         write_indexed(tmp_path / "x", np.dtype(np.uint8), [(np.arange(3), True)], {})
     assert not list(tmp_path.iterdir())
+
+
+def test_of_two_writers_one_goes_on(tmp_path: Path):
+    """Both begin before either ends. The other takes nothing away."""
+
+    def pieces(token: int) -> Iterator[tuple[np.ndarray, bool]]:
+        yield np.array([token] * 5), True
+        if token == 1:
+            write_indexed(tmp_path / "x", np.dtype(np.uint8), pieces(2), {})
+
+    with pytest.raises(ConfigError, match=r"x\.bin exists already; use another name, or delete it"):
+        write_indexed(tmp_path / "x", np.dtype(np.uint8), pieces(1), {})
+    assert {path.name for path in tmp_path.iterdir()} == {"x.bin", "x.idx", "x.json"}
+    assert open_indexed(tmp_path / "x", 256).ids.tolist() == [2] * 5
+
+
+def test_a_file_that_appears_last_of_all_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(indexed, "check_free", lambda prefix: prefix.with_suffix(".idx").write_text("another's"))
+    with pytest.raises(ConfigError, match=r"x\.idx exists already"):
+        write_indexed(tmp_path / "x", np.dtype(np.uint8), [(np.arange(3), True)], {})
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.idx", "another's")]
+
+
+def test_the_process_s_number_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In containers it is the same for all."""
+    (tmp_path / f".x.bin.{os.getpid()}").write_text("of another, or of one that was killed")
+    write_indexed(tmp_path / "x", np.dtype(np.uint8), [(np.arange(3), True)], {})
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_facts_are_kept(tmp_path: Path):

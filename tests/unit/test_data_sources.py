@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import parallax.config
 from parallax.config import ConfigError
 from parallax.data import Data, open_data
+from parallax.data.files import find_files
 from parallax.data.loader import HeldOut, Sample, TrainStream, Windows
 from parallax.data.sources import Split, split_text
 from parallax.data.tokenizer import open_tokenizer
@@ -300,15 +301,24 @@ WRONG: dict[str, tuple[dict[str, bytes | str] | Callable[[Path], object], str, s
     "packed": ({"a.jsonl.gz": "x"}, "a.jsonl.gz", 'a.jsonl.gz" is not text; unpack it'),
     "pair in a folder": ({"a.bin": "x", "b": "x"}, "", 'a.bin" is not text; name its pair by itself'),
     "not JSON": ({"a.jsonl": lines({"text": "x"}) + "nonsense\n"}, "a.jsonl", NOT_JSON),
-    "nested JSON": ({"a.jsonl": "[" * 100_000}, "a.jsonl", "line 1 is not JSON: maximum recursion depth"),
-    "not an object": ({"a.jsonl": lines([1, 2])}, "a.jsonl", "line 1 is [1, 2], not an object; write {"),
+    "nested JSON": ({"a.jsonl": "[" * 100_000}, "a.jsonl", "line 1 is nested too deeply"),
+    "not an object": ({"a.jsonl": lines([1, 2])}, "a.jsonl", "line 1 is a list, not an object; write an object"),
     "no key": ({"a.jsonl": lines({"body": "x", "id": 1})}, "a.jsonl", 'line 1 has no key "text" (the text key); use'),
+    "no key of many": (
+        {"a.jsonl": lines({f"k{i}" * 100: 0 for i in range(100_000)})},
+        "a.jsonl",
+        "or one of 99995 more keys",
+    ),
+    "a long value": ({"a.jsonl": lines({"text": list(range(10**5))})}, "a.jsonl", 'the key "text" holds a list, not a'),
+    "a long number": ({"a.jsonl": '{"text": ' + "1" * 10_000 + "}"}, "a.jsonl", 'the key "text" holds a number, not a'),
+    "deep": ({"a.jsonl": "[" * 900 + "]" * 900}, "a.jsonl", "a.jsonl, line 1 is"),
+    "several without text": ({"d/a.jsonl": "", "d/b.jsonl": " "}, "d", "a.jsonl and 1 more files hold no document"),
     "null": ({"a.jsonl": lines({"text": "x"}, {"text": None})}, "a.jsonl", 'line 2: the key "text" holds null, not a'),
-    "number": ({"a.jsonl": lines({"text": 3})}, "a.jsonl", 'line 1: the key "text" holds 3, not a string'),
+    "number": ({"a.jsonl": lines({"text": 3})}, "a.jsonl", 'line 1: the key "text" holds a number, not a string'),
     "half a character": ({"a.jsonl": '{"text": "\\ud800"}\n'}, "a.jsonl", "line 1: \\ud800 is half of a surrogate"),
     "bad UTF-8": ({"a.jsonl": b'{"text": "x"}\n{"text": "\xff"}\n'}, "a.jsonl", "line 2: byte 10 of the line is not"),
-    "no document": ({"a.jsonl": lines({"text": ""}) + "\n"}, "a.jsonl", "a.jsonl hold no document with text"),
-    "wrong line in a folder": ({"d/a.jsonl": "3", "d/b": "x"}, "d", "a.jsonl, line 1 is 3, not an object"),
+    "no document": ({"a.jsonl": lines({"text": ""}) + "\n"}, "a.jsonl", "a.jsonl holds no document with text"),
+    "wrong line in a folder": ({"d/a.jsonl": "3", "d/b": "x"}, "d", "a.jsonl, line 1 is a number, not an object"),
 }  # fmt: skip
 
 
@@ -322,8 +332,17 @@ def test_a_wrong_source_is_refused(tmp_path: Path, cache: Path, name: str):
         open_source(root / source)
     [problem] = error.value.problems
     assert str(root / source) in problem and fragment in problem
-    assert "\n" not in problem and "; " in problem
+    assert "\n" not in problem and "; " in problem and len(problem) < 2000
     assert not list(cache.glob("parallax/*"))
+
+
+@pytest.mark.parametrize("keys", [{"source": "a\udcff"}, {"tokenizer": "\udcff"}, {"text_key": "\ud800"}])
+def test_names_that_no_run_file_can_hold(keys: dict[str, str]):
+    with pytest.raises(ConfigError, match=r"data\.\w+: 'a?\\ud\w+' is not UTF-8, .*; use another name") as error:
+        open_source(**{"source": "python-stdlib"} | keys)
+    str(error.value).encode()
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        open_source({"a\udcff": 1.0, "synthetic": 1.0})
 
 
 @pytest.mark.parametrize("source", ["", "a\0b"])
@@ -338,6 +357,15 @@ def test_a_folder_with_many_wrong_files_is_said_in_a_few_lines(tmp_path: Path):
         open_source(tmp_path)
     assert len(error.value.problems) == 6
     assert error.value.problems[-1] == "15 more files cannot be read as text"
+
+
+def test_a_path_spelled_twice_in_a_mixture_is_refused(tmp_path: Path):
+    (tmp_path / "run.toml").write_text('[data]\nsource = {"t" = 0.5, "./t" = 0.5}')
+    with pytest.raises(ConfigError, match=r'data\.source: "t" and "\./t" are both ".*/t"; name it once'):
+        parallax.config.read(tmp_path / "run.toml")
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(ConfigError, match=r'"t" and ".*/t" are both'):
+        parallax.config.read(tmp_path / "run.toml", [f'data.source={{"t"=1.0, "{Path.cwd()}/t"=1.0}}'])
 
 
 def test_every_wrong_source_of_a_mixture_is_named(tmp_path: Path):
@@ -371,7 +399,7 @@ def test_too_short_for_its_share_of_a_batch(tmp_path: Path):
     assert problem.startswith(
         "train.global_batch_size = 16 needs a share of 8 windows of train.seq_len = 8, but the held-"
     )
-    assert "a.txt" in problem and "has 1; use a train.global_batch_size of at most 2 or" in problem
+    assert "a.txt" in problem and "has 1; use a train.global_batch_size of at most 2, a" in problem
     open_source({tmp_path / "a.txt": 1, "synthetic": 1}, batch=2, valid_fraction=0.1)
 
 
@@ -396,9 +424,43 @@ def test_where_no_source_is_too_short_there_is_a_batch_of_held_out_data(
         pytest.fail("no size was enough")
 
 
-def test_a_file_that_changes_while_it_is_used_is_said(tmp_path: Path):
+@pytest.mark.parametrize("size", [0, 100, 2000])
+def test_a_file_that_changes_while_it_is_used_is_said(tmp_path: Path, size: int):
     write(tmp_path, {"a.txt": "x" * 1000})
     data = open_source(tmp_path / "a.txt")
-    write(tmp_path, {"a.txt": "x" * 2000})
-    with pytest.raises(ConfigError, match="was changed while it was in use"):
+    write(tmp_path, {"a.txt": "x" * size})
+    with pytest.raises(ConfigError, match=r"a\.txt was changed while it was in use; start again"):
         list(itertools.islice(data.train.iterate(0, itertools.repeat(2)), 1))
+
+
+def test_other_text_of_the_same_length_has_another_fingerprint(tmp_path: Path):
+    files = {f"f{i}.txt": f"text {i}" * 10 for i in range(20)}
+    first = open_source(write(tmp_path / "a", files)).fingerprint
+    same = open_source(write(tmp_path / "b", files)).fingerprint
+    other = open_source(write(tmp_path / "c", files | {"f7.txt": "test 7" * 10})).fingerprint
+    strip = lambda facts: [{**source, "name": "", "sha256": ""} for source in facts["sources"]]
+    assert strip(first) == strip(same) == strip(other)
+    digests = [facts["sources"][0]["sha256"] for facts in (first, same, other)]
+    assert digests[0] == digests[1] != digests[2]
+    assert "sha256" not in open_source("synthetic").fingerprint["sources"][0]
+
+
+def test_links_to_folders_are_followed_and_loops_end(tmp_path: Path):
+    write(tmp_path, {"root/a.txt": "a", "root/b/c.txt": "c", "elsewhere/d.txt": "d", "elsewhere/.hidden": "no"})
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "root" / "again").symlink_to("b")
+    (tmp_path / "root" / "b" / "up").symlink_to("..")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "elsewhere")
+    assert [file.name for file in find_files(str(tmp_path / "root"), "")] == ["a.txt", "b/c.txt", "link/d.txt"]
+
+
+def test_a_byte_order_mark_of_a_jsonl_file(tmp_path: Path):
+    for text in (lines({"text": "one"}, {"text": "two"}), "\n" + lines({"text": "one"}, {"text": "two"})):
+        write(tmp_path, {"a.jsonl": b"\xef\xbb\xbf" + text.encode()})
+        opened = split(tmp_path / "a.jsonl")
+        assert text_of(opened.train) + text_of(opened.held_out) == b"one\0two\0"
+
+
+def test_numbers_of_any_length_may_stand_beside_the_text(tmp_path: Path):
+    write(tmp_path, {"a.jsonl": '{"id": ' + "7" * 10_000 + ', "text": "one"}\n{"text": "two"}'})
+    assert split(tmp_path / "a.jsonl").documents == 2

@@ -48,3 +48,12 @@ def test_a_resumed_run_goes_on_with_the_same_sizes(config: Train, before: int, a
     assert samples_after(config, 0, before) == sum(sizes[:before])
     assert samples_after(config, 0, before + after) == sum(sizes)
     assert list(islice(batch_sizes(config, sum(sizes[:before])), after)) == sizes[before:]
+
+
+def test_a_long_run_is_counted_at_once():
+    """By hand: the ramp's end is far; then it has a third of its samples at each of three sizes, rounded up."""
+    assert samples_after(train(2, (1, 1, 10**12)), 0, 10**9) == 10**9
+    steps, of_three = 2 * 10**9, 333_333_334
+    full = steps - 10**9 - 5 * 10**8 - of_three
+    samples = 10**9 + 2 * 5 * 10**8 + 3 * of_three + 4 * full
+    assert samples_after(train(4, (1, 1, 3 * 10**9)), 0, steps) == samples

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import shutil
 import struct
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +261,40 @@ def test_wrong_tokenizers(tmp_path: Path, jsonl: Path, text: str | None, fragmen
     assert problem.startswith(f'data.tokenizer = "{path}" {fragment}')
 
 
+def test_a_tokenizer_that_is_a_queue(tmp_path: Path, jsonl: Path):
+    os.mkfifo(tmp_path / "queue")
+    with pytest.raises(ConfigError, match=r'--tokenizer ".*queue" is not a regular file; use "bytes" or'):
+        call(jsonl, "-o", tmp_path / "out", "--tokenizer", tmp_path / "queue")
+
+
+UNKNOWN = {
+    "WordLevel": (models.WordLevel({"</s>": 0, "one": 1}, unk_token="[UNK]"), "Missing [UNK] token"),
+    "WordPiece": (models.WordPiece({"</s>": 0, "one": 1}, unk_token="[UNK]"), "Missing [UNK] token"),
+    "Unigram": (
+        models.Unigram([("</s>", -9.0), *((letter, -1.0) for letter in "one")], None, False),
+        "`unk_id` is missing",
+    ),
+    "BPE": (models.BPE({"</s>": 0, "o": 1, "n": 2, "e": 3}, [], unk_token="<unk>"), "`<unk>` not found"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_text_that_a_tokenizer_has_no_ids_for(tmp_path: Path, cache: Path, name: str):
+    model, reason = UNKNOWN[name]
+    Library(model).save(str(tmp_path / "t.json"))
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "three"}\n')
+    (tmp_path / "a.txt").write_text("three")
+    for source, place in (("a.jsonl", "a.jsonl, line 3"), ("a.txt", "a.txt")):
+        with pytest.raises(ConfigError) as error:
+            call(tmp_path / source, "-o", tmp_path / "out", "--tokenizer", tmp_path / "t.json")
+        [problem] = error.value.problems
+        assert problem.startswith(f'{tmp_path}/{place}: the tokenizer "{tmp_path}/t.json" cannot encode it: ')
+        assert reason in problem and problem.endswith("; use one with a token for unknown text")
+    with pytest.raises(ConfigError, match="cannot encode it"):
+        open_source(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "t.json"))
+    assert {path.name for path in tmp_path.iterdir()} == {"t.json", "a.jsonl", "a.txt"} and not list(cache.iterdir())
+
+
 def test_separators(tmp_path: Path, saved: Path, jsonl: Path):
     with pytest.raises(ConfigError) as error:
         open_source(jsonl, tokenizer=str(saved), separator="<end>")
@@ -303,7 +341,10 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, saved: Path, js
 def test_text_is_tokenized_once(library: Library, saved: Path, jsonl: Path, cache: Path, capsys, monkeypatch):
     open_source(jsonl, tokenizer=str(saved))
     said = capsys.readouterr().err
-    assert said.startswith(f'tokenizing "{jsonl}" into {cache}') and f"parallax tokenize {jsonl} -o PREFIX" in said
+    assert said.splitlines() == [
+        f'tokenizing "{jsonl}" into {cache}, once',
+        f"to do it ahead: parallax tokenize {jsonl} -o PREFIX --tokenizer {saved}, and data.source = PREFIX",
+    ]
     [entry] = cache.iterdir()
     assert {path.name for path in entry.iterdir()} == {"tokens.bin", "tokens.idx", "tokens.json"}
     assert read_pair(entry / "tokens")[1] == [[*encode(library, text), 0] for text in TEXTS]
@@ -332,6 +373,67 @@ def test_an_interrupted_cache_is_made_anew(jsonl: Path, cache: Path, monkeypatch
             open_source(jsonl)
     assert not list(cache.iterdir())
     open_source(jsonl)
+
+
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "no ids": lambda entry: (entry / "tokens.bin").unlink(),
+    "short ids": lambda entry: os.truncate(entry / "tokens.bin", 5),
+    "no facts": lambda entry: (entry / "tokens.json").unlink(),
+    "facts without files": lambda entry: spoil_facts(entry, "files", None),
+    "facts of other files": lambda entry: spoil_facts(entry, "files", {"another": 61}),
+    "other counts": lambda entry: spoil_facts(entry, "files", {"texts.jsonl": 60}),
+    "counts that are none": lambda entry: spoil_facts(entry, "files", {"texts.jsonl": "61"}),
+    "queue for facts": lambda entry: ((entry / "tokens.json").unlink(), os.mkfifo(entry / "tokens.json")),
+    "empty": lambda entry: (shutil.rmtree(entry), entry.mkdir()),
+    "file": lambda entry: (shutil.rmtree(entry), entry.write_text("")),
+    "broken link": lambda entry: (shutil.rmtree(entry), entry.symlink_to("nowhere")),
+}
+
+
+def spoil_facts(entry: Path, key: str, value: Any) -> None:
+    facts = json.loads((entry / "tokens.json").read_text())
+    (entry / "tokens.json").write_text(json.dumps(facts | {key: value}))
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_damaged_cache_is_made_anew(jsonl: Path, cache: Path, name: str):
+    wanted = texts_of(jsonl, "bytes")
+    [entry] = cache.iterdir()
+    SPOILED[name](entry)
+    assert texts_of(jsonl, "bytes") == wanted
+    assert [*cache.iterdir()] == [entry]
+    assert {path.name for path in entry.iterdir()} == {"tokens.bin", "tokens.idx", "tokens.json"}
+
+
+def test_leftovers_of_killed_processes(jsonl: Path, cache: Path):
+    """By the names of before, and of now; a day old, and not."""
+    texts_of(jsonl, "bytes")
+    [entry] = cache.iterdir()
+    shutil.rmtree(entry)
+    old, new = cache / f".{entry.name}.1", cache / f".{entry.name}.{os.getpid()}"
+    busy = cache / f".{entry.name}.busy"
+    for folder in (old, new, busy):
+        (folder / "made").mkdir(parents=True)
+        (folder / "made" / "tokens.bin").write_text("")
+    long_ago = time.time() - 25 * 3600
+    for path in (old / "made" / "tokens.bin", old / "made", old, busy / "made", busy):
+        os.utime(path, (long_ago, long_ago))
+    texts_of(jsonl, "bytes")
+    assert {*cache.iterdir()} == {entry, new, busy}
+
+
+def test_of_two_that_fill_the_cache_both_go_on(jsonl: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    wanted = [byte for text in TEXTS for byte in (*text.encode(), 0)]
+    inner = tokenize.token_pieces
+
+    def slower(*args: Any) -> Iterator[tuple[np.ndarray, bool]]:
+        monkeypatch.setattr(tokenize, "token_pieces", inner)
+        yield from inner(*args)
+        assert texts_of(jsonl, "bytes") == wanted  # another process, from beginning to end
+
+    monkeypatch.setattr(tokenize, "token_pieces", slower)
+    assert texts_of(jsonl, "bytes") == wanted
+    assert len([*cache.iterdir()]) == 1
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, jsonl: Path, monkeypatch: pytest.MonkeyPatch):

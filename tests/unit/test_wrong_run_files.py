@@ -133,7 +133,6 @@ WRONG = {
         INTERLEAVED | {"parallel.virtual_stages": "2", "parallel.pp": "1"},
         *("parallel.virtual_stages = 2", "needs parallel.pp of 2 or more", "use virtual_stages = 1 or pp = 2"),
     ),
-    "vocabulary below bytes": ({"model.vocab_size": "128"}, "vocab_size = 128", "less than the 256", "256 or more"),
     "learned positions": (
         {"model.name": '"gpt-tiny"', "train.seq_len": "65536"},
         *("train.seq_len = 65536", "learned positions", "or less"),
