@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import parallax.config
+import parallax.data
 from parallax.config import ConfigError
 from parallax.data import Data, indexed, open_data
 from parallax.data.indexed import find_prefix, open_indexed, write_indexed
