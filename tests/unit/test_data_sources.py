@@ -337,9 +337,10 @@ def test_a_wrong_source_is_refused(tmp_path: Path, cache: Path, name: str):
 
 
 @pytest.mark.parametrize("keys", [{"source": "a\udcff"}, {"tokenizer": "\udcff"}, {"text_key": "\ud800"}])
-def test_names_that_no_run_file_can_hold(keys: dict[str, Any]):
+def test_names_that_no_run_file_can_hold(keys: dict[str, str]):
+    wanted: dict[str, Any] = {"source": "python-stdlib"} | keys
     with pytest.raises(ConfigError, match=r"data\.\w+: 'a?\\ud\w+' is not UTF-8, .*; use another name") as error:
-        open_source(**{"source": "python-stdlib"} | keys)
+        open_source(**wanted)
     str(error.value).encode()
     with pytest.raises(ConfigError, match="is not UTF-8"):
         open_source({"a\udcff": 1.0, "synthetic": 1.0})
