@@ -1,6 +1,7 @@
 """The command line: verbs, their options and exit statuses. Nothing here imports jax before a verb needs it.
 
-Exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 stopped by a signal after saving (start it again).
+Exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 training was stopped by a signal (start it again), and
+of the other verbs 130 or 143, stopped by SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
@@ -26,15 +28,24 @@ from parallax.schedule.order import ScheduleError
 from parallax.validate import resolve
 from parallax.version import version
 
-FAILED, INPUT_IS_WRONG, INTERRUPTED = 1, 2, 130
+FAILED, INPUT_IS_WRONG, START_AGAIN = 1, 2, 75
 
 TRAIN_EXAMPLE = """\
 examples:
   parallax train examples/demo.toml
   parallax train examples/demo.toml train.steps=400 parallel.pp=4 parallel.tp=1 --resume
 
-exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 stopped by a signal after saving
+exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 stopped by Ctrl-C or SIGTERM, and it can be started
+again: with --resume where a checkpoint was saved, or as it was where nothing was trained yet; the last line says which
 """
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM came where there is nothing to save."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.exit_status = 128 + number  # as shells have it
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,17 +67,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        return args.run(args)
+        with _interruptible():
+            return args.run(args)
     except ConfigError as error:
         problems = error.problems
     except ScheduleError as error:
         problems = str(error).splitlines()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except Interrupted as signaled:
+        print(f"{signaled}: interrupted", file=sys.stderr)
+        return signaled.exit_status
     for problem in problems:
         print(f"error: {_one_line(problem)}", file=sys.stderr)
     return INPUT_IS_WRONG
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Turns the first SIGINT or SIGTERM into Interrupted; a second one ends the program at once."""
+    watched = (signal.SIGINT, signal.SIGTERM)
+
+    def receive(number: int, _: object) -> None:
+        for each in watched:
+            signal.signal(each, signal.SIG_DFL)
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, receive) for number in watched}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _one_line(text: str) -> str:
@@ -105,9 +135,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Results(io.BytesIO):
+    """What is to go to stdout; for those who ask, a terminal if that is one."""
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+
 def _print_results(verb: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Prints nothing on stdout before the verb has ended well. Raises ConfigError where a file of it cannot be read or
+    written."""
+    results = _Results()
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    printed = io.TextIOWrapper(results, encoding, "replace", write_through=True)
+    try:
+        with contextlib.redirect_stdout(printed):
+            status = verb(args)
+    except OSError as error:
+        raise ConfigError([f"{error.filename}: {error.strerror}" if error.filename else str(error)]) from error
     with _results():
-        return verb(args)
+        print(results.getvalue().decode(encoding), end="")
+    return status
 
 
 @contextlib.contextmanager
@@ -125,12 +173,16 @@ def _results() -> Iterator[None]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    with contextlib.redirect_stdout(sys.stderr):  # a model file may print
-        _prepare_environment(args.run_file, args.overrides)
-        resolved = resolve(args.run_file, args.overrides)
-        from parallax.train import train
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # a model file may print
+            _prepare_environment(args.run_file, args.overrides)
+            resolved = resolve(args.run_file, args.overrides)
+            from parallax.train import train
 
-        result = train(resolved, resume=args.resume)
+            result = train(resolved, resume=args.resume)
+    except Interrupted as signaled:  # before the loop, which has a way of its own
+        print(f"{signaled}: stopped before any training; start the same command again", file=sys.stderr)
+        return START_AGAIN
     if args.json:
         with _results():
             print(json.dumps(dataclasses.asdict(result)))
