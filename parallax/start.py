@@ -70,17 +70,21 @@ def prepare(resolved: Resolved, resume: bool) -> Start:
 def check_unused(log_dir: str, checkpoints: Checkpoints) -> dict[str, Any]:
     """The facts of a run that begins. Raises ConfigError where `log_dir` holds another one."""
     folder, where = Path(log_dir), f"log.dir = {show(log_dir)}"
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError([f"{where} is a file; use a folder that is empty or new"])
-        used = folder.is_dir() and any(folder.iterdir())
-    except OSError as error:
-        raise ConfigError([f"{where} cannot be read: {error.strerror}; use another log.dir"]) from error
-    if used:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError([f"{where} is a file; use a folder that is empty or new"])
+    if folder.is_dir() and _names(folder):
         whole = checkpoints.steps()
         way = "use --resume to go on from its checkpoint" if whole else "it has no checkpoint; delete it"
         raise ConfigError([f"{where} is not empty; {way}, or use another log.dir"])
     return {"step": 0, "samples": 0}
+
+
+def _names(log_dir: Path) -> list[str]:
+    try:
+        return os.listdir(log_dir)
+    except OSError as error:
+        line = f"log.dir = {show(str(log_dir))} cannot be read: {error.strerror}; use another log.dir"
+        raise ConfigError([line]) from error
 
 
 def check_still(start: Start) -> None:
@@ -99,11 +103,9 @@ def _nothing_to_resume(log_dir: str) -> str:
     folder, where = Path(log_dir), f"log.dir = {show(log_dir)}"
     if not folder.exists():
         return f"{where} does not exist, so there is nothing to resume; start without --resume, or use another log.dir"
-    if not folder.is_dir():
-        return f"{where} is a file; use the folder of a run"
-    if not any(folder.iterdir()):
+    if not (names := _names(folder)):
         return f"{where} is empty, so there is nothing to resume; start without --resume, or use another log.dir"
-    if (folder / "run.toml").exists():
+    if "run.toml" in names:
         return f"{where} has no complete checkpoint to resume from; delete it and start without --resume"
     return f"{where} is not the folder of a run; use another log.dir"
 

@@ -77,7 +77,8 @@ def test_a_name_that_the_system_refuses(
     assert main([word.format(long=long) for word in words]) == 2
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
-    assert out == "" and line.startswith("error: ") and line.count(long) and "File name too long" in line
+    assert out == "" and line.startswith("error: ") and long in line
+    assert "File name too long" in line or "does not exist" in line
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
@@ -127,7 +128,7 @@ def test_a_signal_in_another_verb(
     before = signal.getsignal(number)
     monkeypatch.setattr("parallax.schedule.command.run", lambda args: os.kill(os.getpid(), number))
     assert main(SCHEDULE) == 128 + number
-    assert capsys.readouterr() == ("", f"{number.name}: interrupted\n")
+    assert capsys.readouterr() == ("", f"{signal.Signals(number).name}: interrupted\n")
     assert signal.getsignal(number) == before
 
 

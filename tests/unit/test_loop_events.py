@@ -99,7 +99,7 @@ def test_metrics_that_cannot_be_written(tmp_path: Path):
     metrics.write(record(1, 3.0))
     with (
         no_file_beyond(path.stat().st_size + 10),
-        pytest.raises(LogError, match=f"^{path} cannot be .*: File too large"),
+        pytest.raises(LogError, match=f"^{path} cannot be.* too large"),
     ):
         metrics.write(record(2, 3.0))
     metrics.close()
@@ -115,21 +115,19 @@ def test_metrics_that_cannot_be_written(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_events_that_cannot_be_written(tmp_path: Path):
     events = EventFile(tmp_path, 0)
-    with no_file_beyond(10):
-        with pytest.raises(LogError, match=f"^{tmp_path} cannot be written: File too large$"):
-            events.write(record(1, 3.0))
-            events.flush()
-        with pytest.raises(LogError, match="File too large"):
-            events.close()
+    with no_file_beyond(10), pytest.raises(LogError, match=f"^{tmp_path} cannot be written: File too large$"):
+        events.write(record(1, 3.0))
+        events.flush()
+    events.close()
 
 
 def test_folders_and_files_in_each_others_places(tmp_path: Path):
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "tensorboard").touch()
-    with pytest.raises(LogError, match="^.*/metrics.jsonl cannot be written: Is a directory$"):
+    with pytest.raises(LogError, match=r"/metrics\.jsonl cannot be written: Is a directory$"):
         MetricsFile(tmp_path / "metrics.jsonl", 0)
-    with pytest.raises(LogError, match="^.*/tensorboard cannot be written: File exists$"):
+    with pytest.raises(LogError, match=r"/tensorboard cannot be written: File exists$"):
         EventFile(tmp_path / "tensorboard", 0)
-    with pytest.raises(LogError, match="^.*/metrics.jsonl cannot be written: Is a directory$"):
+    with pytest.raises(LogError, match=r"/metrics\.jsonl cannot be written: Is a directory$"):
         write_whole(tmp_path / "metrics.jsonl", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
