@@ -99,7 +99,7 @@ def _show(args: argparse.Namespace) -> int:
         ["loss", f"{loss}; held out {held_out}"],
         ["saved by", f"parallax {versions['parallax']}, jax {versions['jax']}"],
         ["trained on", ", ".join(filter(None, [where["mesh"], layout(parallel), where["precision"]]))],
-        *[[key, show(value)] for key, value in facts["identity"].items() if value not in (None, "", [])],
+        *[[key, show(value)] for key, value in facts["identity"].items() if not _is_unset(key, value)],
         *[[f"optimizer.{key}", show(value)] for key, value in facts["optimizer"].items()],
         ["weights", f"{facts['parameters']:,} parameters, float32, with two Adam moments each"],
         *[[f"  {name}", " x ".join(map(str, shape))] for name, shape in facts["weights"].items()],
@@ -119,6 +119,11 @@ def _open(name: str) -> Checkpoints:
     if not checkpoints.steps() and folder.name != "checkpoints":
         raise ConfigError([f"{show(name)} has no checkpoints; use a run's log.dir, or its folder checkpoints/"])
     return checkpoints
+
+
+def _is_unset(key: str, value: Any) -> bool:
+    """Left to its default; 0 in a model's Config, as head_size, follows from other keys."""
+    return value in (None, "", []) or (key.startswith("model.") and type(value) is int and value == 0)
 
 
 def _minute(saved_at: str) -> str:

@@ -1,7 +1,7 @@
 """The command line: verbs, their options and exit statuses. Nothing here imports jax before a verb needs it.
 
-Exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 training was stopped by a signal (start it again), and
-of the other verbs 130 or 143, stopped by SIGINT or SIGTERM.
+Exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 training was stopped by a signal (start it again), 130
+or 143 another verb was, by SIGINT or SIGTERM, or any before its options were read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-import parallax.checkpoint_command as checkpoint_command
-import parallax.data.command as tokenize_command
-import parallax.schedule.command as schedule_command
 from parallax.config import ConfigError, read
 from parallax.environment import emulate_devices, keep_32_bits
 from parallax.machine import load_machine
@@ -60,14 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale may lack a character
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    if hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
-        args.overrides += rest  # argparse takes no positional after an option that follows the first ones
-    elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         with _interruptible():
+            args = _parse(argv)
             return args.run(args)
     except ConfigError as error:
         problems = error.problems
@@ -79,6 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in problems:
         print(f"error: {_one_line(problem)}", file=sys.stderr)
     return INPUT_IS_WRONG
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
+        args.overrides += rest  # argparse takes no positional after an option that follows the first ones
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
 
 
 @contextlib.contextmanager
@@ -105,6 +107,10 @@ def _one_line(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    import parallax.checkpoint_command as checkpoint_command  # here, where Ctrl-C is listened to
+    import parallax.data.command as tokenize_command
+    import parallax.schedule.command as schedule_command
+
     parser = Parser(
         prog="parallax",
         description="Train large language models in JAX: data, pipeline, tensor and context parallelism together.",
