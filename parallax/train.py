@@ -10,7 +10,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -153,21 +153,22 @@ class _Run:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            _remove_empty(new)
             raise ConfigError([f"log.dir = {show(str(folder))} cannot be made: {error.strerror}"]) from error
         self.lock = lock(folder)
-        check_still(self.start)
-        was_there = {path.name for path in folder.iterdir()}
+        was_there = os.listdir(folder)
         try:
+            check_still(self.start)
             self.metrics = MetricsFile(folder / "metrics.jsonl", self.first)
             self.events = EventFile(folder / "tensorboard", self.first)
             write_whole(folder / "run.toml", to_toml(self.config))
-        except LogError as error:
+        except (ConfigError, LogError) as error:
             for path in folder.iterdir():
                 if path.name not in was_there:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-            for path in new:
-                path.rmdir()
-            raise ConfigError([str(error)]) from error
+            _remove_empty(new)
+            os.close(self.lock)
+            raise ConfigError(error.problems if isinstance(error, ConfigError) else [str(error)]) from error
 
     def _first_state(self) -> TrainState:
         if self.resume:
@@ -205,18 +206,18 @@ class _Run:
                     "optimizer.learning_rate"
                 )
                 return
-            if saves and math.isfinite(self.loss or math.nan):
+            if saves and _is_finite(self.loss):
                 self._save()
                 self.clock.restart()
             elif saves:
                 self.progress.say(f"warning: step {self.step}: the loss is not finite; no checkpoint of it is kept")
         self._settle(leave=0, evaluates=False)
-        if self.step == steps and not math.isfinite(self.valid_loss or math.nan):
+        if self.step == steps and not _is_finite(self.valid_loss):
             self.failures.append(
                 f"step {steps}: the loss is not finite; stopped without saving; try a lower optimizer.learning_rate"
             )
             return
-        if self.step == steps or math.isfinite(self.loss or 0.0):  # no loss where a signal came before the first step
+        if self.step == steps or self.loss is None or math.isfinite(self.loss):  # None where no step was made
             self._save()
         elif self.checkpoints.steps():
             self.progress.say(f"warning: step {self.step}: the loss is not finite; no checkpoint of it is kept")
@@ -388,6 +389,17 @@ def _peak_memory_bytes() -> int | None:
     """Of the fullest local device; None where the backend does not count."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return max((peak for peak in peaks if peak), default=None)
+
+
+def _is_finite(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Of those from the innermost on that hold nothing."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _every(period: int, step: int) -> bool:
