@@ -219,7 +219,9 @@ class _Run:
             return
         if self.step == steps or self.loss is None or math.isfinite(self.loss):  # None where no step was made
             self._save()
-        elif self.checkpoints.steps():
+            return
+        self.writer.wait()
+        if self.checkpoints.steps():
             self.progress.say(f"warning: step {self.step}: the loss is not finite; no checkpoint of it is kept")
         else:
             self.failures.append(

@@ -332,7 +332,7 @@ def test_stopped_where_the_loss_is_not_finite(tmp_path: Path, every: int, status
 def test_a_log_that_cannot_be_written_ends_the_run(tmp_path: Path, limit: int, status: int, line: str):
     """No file may grow beyond the limit: reached at the start, where nothing is left behind, or later."""
     limited = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    words = command(tmp_path, *ONE_DEVICE, "train.steps=100000")
+    words = command(tmp_path, *ONE_DEVICE, "train.steps=100000", "checkpoint.every=0")
     environment = {k: v for k, v in ENVIRONMENT.items() if not k.startswith("JAX_")}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, preexec_fn=limited)
     assert done.returncode == status, done.stderr
