@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ScheduleError as error:
         problems = str(error).splitlines()
     except Interrupted as signaled:
-        print(f"{signaled}: interrupted", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return signaled.exit_status
     for problem in problems:
         print(f"error: {_one_line(problem)}", file=sys.stderr)

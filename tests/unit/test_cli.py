@@ -1,7 +1,6 @@
 """The command line: one line an error, exit statuses, stdout for results alone; and the environment it sets."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -84,9 +83,8 @@ def test_a_name_that_the_system_refuses(
 
 def test_an_output_that_cannot_be_written_is_not_stdout(tmp_path: Path):
     (tmp_path / "a.txt").write_text("text " * 100_000)
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    command = [sys.executable, "-m", "parallax", "tokenize", str(tmp_path / "a.txt"), "-o", str(tmp_path / "corpus")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=limit)
+    command = f"ulimit -f 100; {sys.executable} -m parallax tokenize {tmp_path}/a.txt -o {tmp_path}/corpus"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
     assert line.startswith("error: ") and "File too large" in line and "stdout" not in line
@@ -128,7 +126,7 @@ def test_a_signal_in_another_verb(
     before = signal.getsignal(number)
     monkeypatch.setattr("parallax.schedule.command.run", lambda args: os.kill(os.getpid(), number))
     assert main(SCHEDULE) == 128 + number
-    assert capsys.readouterr() == ("", f"{signal.Signals(number).name}: interrupted\n")
+    assert capsys.readouterr() == ("", "interrupted\n")
     assert signal.getsignal(number) == before
 
 
