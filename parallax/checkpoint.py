@@ -11,31 +11,38 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from parallax.config import ConfigError, show
+from parallax.config import SOURCES, ConfigError, Optimizer, brief, kind, matches, show
 from parallax.validate import Resolved
 
 ITEMS = ("state", "facts")
 DELETED = "deleted"  # old checkpoints are moved into this folder before their files go, so that none is seen in halves
-FACTS = {
-    "step": "optimizer steps made",
-    "samples": "sequences consumed: the whole position of the data",
-    "tokens": "the same in tokens",
-    "train_steps": "the run's train.steps",
-    "loss": "of the last step, nats a token",
-    "valid_loss": "held-out loss of this step; null where it was not evaluated",
-    "saved_at": "UTC, ISO 8601",
-    "kept": "whether checkpoint.keep_every keeps it for good",
-    "identity": "keys that must not change, dotted",
-    "data": "what the sources held (parallax.data.Data.fingerprint)",
-    "weights": "shape of each weight",
-    "parameters": "their number",
-    "layout": "what it was trained on, which may change: section parallel, name of the mesh, precision",
-    "versions": "of parallax and jax",
+LOSS = float | None
+FACTS: dict[str, tuple[Any, str]] = {  # dotted: the type, and what it is
+    "step": (int, "optimizer steps made"),
+    "samples": (int, "sequences consumed: the whole position of the data"),
+    "tokens": (int, "the same in tokens"),
+    "train_steps": (int, "the run's train.steps"),
+    "loss": (LOSS, "of the last step, nats a token"),
+    "valid_loss": (LOSS, "held-out loss of this step; null where it was not evaluated"),
+    "saved_at": (str, "UTC, ISO 8601"),
+    "kept": (bool, "whether checkpoint.keep_every keeps it for good"),
+    "identity": (dict[str, Any], "keys that must not change, dotted"),
+    "optimizer": (dict[str, Any], "section optimizer, which may change"),
+    "data.sources": (list[dict[str, Any]], "what the sources held, and more (parallax.data.Data.fingerprint)"),
+    "weights": (dict[str, list[int]], "shape of each weight"),
+    "parameters": (int, "their number"),
+    "layout.parallel": (dict[str, Any], "what it was trained on, which may change: section parallel,"),
+    "layout.mesh": (str, "name of the mesh"),
+    "layout.precision": (str, "of weights and activations"),
+    "versions.parallax": (str, "of this program"),
+    "versions.jax": (str, "of jax"),
 }
+MAX_DIGITS = 18  # of a step
 
 
 # What must stay the same
@@ -44,7 +51,8 @@ FACTS = {
 def identity(resolved: Resolved) -> dict[str, Any]:
     """The keys of a run that its checkpoints are bound to, dotted: model, data, seed and batch; never the layout.
 
-    Files count by their names, without folders: a run goes on where they were moved."""
+    Files count by their names, without folders: a run goes on where they were moved. Raises ConfigError where a model
+    file's Config holds what no checkpoint can keep."""
     config = resolved.config
     name = lambda path: Path(path).name
     model = dataclasses.asdict(resolved.model_config) | {"name": config.model.name, "file": name(config.model.file)}
@@ -54,18 +62,39 @@ def identity(resolved: Resolved) -> dict[str, Any]:
     keys |= {f"data.{key}": value for key, value in data.items()}
     of_train = ("seed", "seq_len", "global_batch_size", "rampup_batch_size")
     keys |= {f"train.{key}": getattr(config.train, key) for key in of_train}
+    problems = [
+        f"{key} = {brief(value)} cannot be kept in a checkpoint; use a number, a string, true, false, a list or a table"
+        for key, value in keys.items()
+        if not _is_json(value)
+    ]
+    if problems:
+        raise ConfigError(problems)
     return json.loads(json.dumps(keys))
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _source_names(source: str | dict[str, float]) -> str | dict[str, float]:
     """Names of files and folders; of those that share a name, the paths below the folder that holds them all."""
     if isinstance(source, str):
-        return Path(source).name
-    names = {path: Path(path).name for path in source}
-    if len(set(names.values())) < len(names):
-        above = os.path.commonpath([Path(path).parent for path in source])
-        names = {path: Path(path).relative_to(above).as_posix() for path in source}
-    return {names[path]: weight for path, weight in source.items()}
+        return source if source in SOURCES else _below(Path(source).name)
+    paths = [Path(path).absolute() for path in source if path not in SOURCES]
+    above = ""
+    if len({path.name for path in paths}) < len(paths):
+        above = os.path.commonpath([path.parent for path in paths])
+    name = lambda path: Path(path).absolute().relative_to(above).as_posix() if above else Path(path).name
+    return {path if path in SOURCES else _below(name(path)): weight for path, weight in source.items()}
+
+
+def _below(name: str) -> str:
+    """Told from the word that stands for a built-in source."""
+    return f"./{name}" if name in SOURCES else name
 
 
 def check_identity(resolved: Resolved, saved: dict[str, Any], where: Path) -> None:
@@ -86,7 +115,11 @@ def check_data(now: dict[str, Any], saved: dict[str, Any], where: Path) -> None:
     if now == saved:
         return
     was, are = (
-        [f"{source['name']} with {source['tokens']:,} tokens" for source in data["sources"] if "tokens" in source]
+        [
+            f"{source.get('name')} with {tokens:,} tokens"
+            for source in data["sources"]
+            if matches(tokens := source.get("tokens"), int)
+        ]
         for data in (saved, now)
     )
     changed = f": it was {', '.join(was)}; it is {', '.join(are)}" if was != are else ""
@@ -105,6 +138,15 @@ def check_weights(now: dict[str, list[int]], saved: dict[str, list[int]], where:
     ]
     if lines:
         raise ConfigError(lines)
+
+
+def optimizer_changes(now: Optimizer, saved: dict[str, Any]) -> str:
+    """The keys of [optimizer] that are not as they were, with both values; empty where all are."""
+    return ", ".join(
+        f"optimizer.{key} = {show(value)} was {brief(saved[key])}"
+        for key, value in dataclasses.asdict(now).items()
+        if key in saved and saved[key] != value
+    )
 
 
 # Files
@@ -127,28 +169,60 @@ class Checkpoints:
         return sorted(path for path in halves if path.name != DELETED or any(path.iterdir()))
 
     def _folders(self) -> list[Path]:
-        return [path for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
+        try:
+            return [path for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
+        except OSError as error:
+            raise ConfigError([f"{error.filename or self.folder} cannot be read: {error.strerror}"]) from error
 
     def _is_complete(self, path: Path) -> bool:
-        return path.name.isdecimal() and all((path / item).is_dir() for item in ITEMS)
+        if not (path.name.isascii() and path.name.isdecimal() and len(path.name) <= MAX_DIGITS):
+            return False
+        if str(int(path.name)) != path.name:
+            return False
+        try:
+            return all((path / item).is_dir() for item in ITEMS)
+        except OSError:  # not half of one: `facts` says why it cannot be read
+            return True
 
     def path(self, step: int) -> Path:
         return self.folder / str(step)
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state (see FACTS). Raises ConfigError where it cannot be read."""
+        """What was saved beside the state (see FACTS). Raises ConfigError where it cannot be read or is damaged."""
         try:
             facts = json.loads((self.path(step) / "facts" / "metadata").read_text(encoding="utf-8"))
+            show(facts)  # not deeper than messages can write
         except OSError as error:
             raise self.unreadable(step, f"{error.filename}: {error.strerror}") from error
+        except RecursionError as error:
+            raise self.unreadable(step, "its facts are nested too deeply") from error
         except ValueError as error:
             raise self.unreadable(step, f"its facts are not JSON: {error}") from error
-        if not isinstance(facts, dict) or (missing := FACTS.keys() - facts.keys()):
-            lacks = ", ".join(sorted(missing)) if isinstance(facts, dict) else "everything"
-            raise self.unreadable(step, f"its facts lack {lacks}")
+        if damage := [*_damage(facts, step)]:
+            more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+            raise self.unreadable(step, f"its facts are damaged: {damage[0]}{more}")
         return facts
 
     def unreadable(self, step: int, why: str) -> ConfigError:
         older = [s for s in self.steps() if s < step]
         rest = f"move it away to resume from {self.path(older[-1])}" if older else "there is none before it"
         return ConfigError([f"checkpoint {self.path(step)} cannot be read: {why}; {rest}"])
+
+
+def _damage(facts: Any, step: int) -> Iterator[str]:
+    """What of FACTS is missing, or of a wrong type, or not of this step."""
+    if not isinstance(facts, dict):
+        yield f"{brief(facts)} is not a table"
+        return
+    for dotted, (hint, _) in FACTS.items():
+        value = facts
+        for name in dotted.split("."):
+            value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
+        if value is MISSING:
+            yield f"{dotted} is missing"
+        elif not matches(value, hint):
+            yield f"{dotted} = {brief(value)} is not {'a finite number or null' if hint == LOSS else kind(hint)}"
+        elif isinstance(value, int) and not 0 <= value < 2**63:
+            yield f"{dotted} = {brief(value)} is out of range"
+        elif dotted == "step" and value != step:
+            yield f"step = {value} in the folder of step {step}"

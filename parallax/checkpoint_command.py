@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.checkpoint import Checkpoints
-from parallax.config import ConfigError, Parallel, either, show
+from parallax.config import ConfigError, Parallel, build, either, show
 from parallax.text import columns, layout, size
 
 EXAMPLE = """\
@@ -92,13 +92,15 @@ def _show(args: argparse.Namespace) -> int:
     held_out = "not evaluated" if facts["valid_loss"] is None else f"{facts['valid_loss']:.4f}"
     loss = "-" if facts["loss"] is None else f"{facts['loss']:.4f}"
     where, versions = facts["layout"], facts["versions"]
+    parallel, _ = build(Parallel, where["parallel"])  # of another version, it may have other keys
     rows = [
         ["checkpoint", f"{checkpoints.path(step)}, {size(size_bytes)}, {_minute(facts['saved_at'])} UTC"],
         ["step", f"{step:,} of {facts['train_steps']:,}; {facts['samples']:,} samples, {facts['tokens']:,} tokens"],
         ["loss", f"{loss}; held out {held_out}"],
         ["saved by", f"parallax {versions['parallax']}, jax {versions['jax']}"],
-        ["trained on", f"{where['mesh']}, {layout(Parallel(**where['parallel']))}, {where['precision']}"],
-        *[[key, show(value)] for key, value in facts["identity"].items() if value not in (None, "", [])],
+        ["trained on", ", ".join(filter(None, [where["mesh"], layout(parallel), where["precision"]]))],
+        *[[key, show(value)] for key, value in facts["identity"].items() if not _is_unset(key, value)],
+        *[[f"optimizer.{key}", show(value)] for key, value in facts["optimizer"].items()],
         ["weights", f"{facts['parameters']:,} parameters, float32, with two Adam moments each"],
         *[[f"  {name}", " x ".join(map(str, shape))] for name, shape in facts["weights"].items()],
     ]
@@ -119,18 +121,23 @@ def _open(name: str) -> Checkpoints:
     return checkpoints
 
 
+def _is_unset(key: str, value: Any) -> bool:
+    """Left to its default; 0 in a model's Config, as head_size, follows from other keys."""
+    return value in (None, "", []) or (key.startswith("model.") and type(value) is int and value == 0)
+
+
 def _minute(saved_at: str) -> str:
     """`2026-11-30 14:05` of an ISO 8601 time."""
     return saved_at[:16].replace("T", " ")
 
 
 def _size_bytes(folder: Path) -> int:
-    """Of all files; of those that go away meanwhile, none."""
+    """Of all files; not of those that go away meanwhile, or that may not be looked at."""
     sizes = 0
     for where, _, names in os.walk(folder):
         for name in names:
             try:
                 sizes += os.lstat(os.path.join(where, name)).st_size
-            except FileNotFoundError:
+            except OSError:
                 continue
     return sizes

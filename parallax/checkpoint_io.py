@@ -7,6 +7,7 @@ before, and so does the end of the run.
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import threading
 import time
@@ -19,6 +20,8 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSt
 from parallax.checkpoint import DELETED, ITEMS, Checkpoints
 from parallax.config import Checkpoint
 from parallax.sharding import Tree
+
+MEMORY_OR_SYSTEM = (MemoryError, OSError, jax.errors.JaxRuntimeError)  # errors that say nothing about the files
 
 
 class CheckpointError(RuntimeError):
@@ -34,7 +37,8 @@ def restore_state(checkpoints: Checkpoints, step: int, target: Tree) -> Tree:
         with ocp.CheckpointManager(checkpoints.folder.resolve(), item_names=ITEMS, options=options) as manager:
             return manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
     except Exception as error:  # orbax and tensorstore raise what they like for a damaged file
-        raise checkpoints.unreadable(step, _first_line(error)) from error
+        damaged = "" if isinstance(error, MEMORY_OR_SYSTEM) else "its state is damaged: "
+        raise checkpoints.unreadable(step, f"{damaged}{_reason(error)}") from error
 
 
 class CheckpointWriter:
@@ -103,11 +107,11 @@ class CheckpointWriter:
                 self._emptying.join()
 
     def _open(self) -> ocp.CheckpointManager:
-        folder, complete = self._checkpoints.folder, self._checkpoints.steps()
+        folder = self._checkpoints.folder
         folder.mkdir(parents=True, exist_ok=True)
         self._empty()
         for path in self._checkpoints.incomplete():
-            if path.name.isdecimal() and int(path.name) not in complete:  # orbax would count it, and not write over it
+            if path.name.isdecimal():  # orbax would count it, and not write over it
                 path.rename(path.with_suffix(f".broken-{time.time_ns()}"))
         for_good = [EveryNSteps(self._config.keep_every)] if self._config.keep_every else []
         options = ocp.CheckpointManagerOptions(
@@ -127,10 +131,17 @@ class CheckpointWriter:
 
     def _failed(self, error: Exception) -> CheckpointError:
         path, self._writing = self._checkpoints.path(self._writing or 0), None
-        return CheckpointError(f"checkpoint {path} could not be written: {_first_line(error)}")
+        return CheckpointError(f"checkpoint {path} could not be written: {_reason(error)}")
 
 
-def _first_line(error: Exception) -> str:
-    """Its middle left out where it is long: the system's reason stands at the end."""
+def _reason(error: BaseException) -> str:
+    """The most telling part in one line: of the error that was the first, without tensorstore's descriptions of its
+    files; its middle left out where it is long: the system's reason stands at the end."""
+    while error.__cause__:
+        error = error.__cause__
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
+    line = re.sub(r'Error opening "\w+" driver: ', "", line)
+    line = re.split(r" \[\w+(?:\[\d+\])?='|[.;] See full TensorStore details|\. Truncating/padding", line)[0]
+    if isinstance(error, KeyError):
+        line = f"{line} is missing"
+    return line if len(line) <= 300 else f"{line[:100]} ... {line[-200:]}"

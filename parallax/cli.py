@@ -1,6 +1,7 @@
 """The command line: verbs, their options and exit statuses. Nothing here imports jax before a verb needs it.
 
-Exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 stopped by a signal after saving (start it again).
+Exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 training was stopped by a signal (start it again), 130
+or 143 another verb was, by SIGINT or SIGTERM, or any before its options were read.
 """
 
 from __future__ import annotations
@@ -12,13 +13,11 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-import parallax.checkpoint_command as checkpoint_command
-import parallax.data.command as tokenize_command
-import parallax.schedule.command as schedule_command
 from parallax.config import ConfigError, read
 from parallax.environment import emulate_devices, keep_32_bits
 from parallax.machine import load_machine
@@ -26,15 +25,24 @@ from parallax.schedule.order import ScheduleError
 from parallax.validate import resolve
 from parallax.version import version
 
-FAILED, INPUT_IS_WRONG, INTERRUPTED = 1, 2, 130
+FAILED, INPUT_IS_WRONG, START_AGAIN = 1, 2, 75
 
 TRAIN_EXAMPLE = """\
 examples:
   parallax train examples/demo.toml
   parallax train examples/demo.toml train.steps=400 parallel.pp=4 parallel.tp=1 --resume
 
-exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 stopped by a signal after saving
+exit status: 0 done, 1 the run failed, 2 the input is wrong, 75 stopped by Ctrl-C or SIGTERM, and it can be started
+again: with --resume where a checkpoint was saved, or as it was where nothing was trained yet; the last line says which
 """
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM came where there is nothing to save."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.exit_status = 128 + number  # as shells have it
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,24 +57,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale may lack a character
+    try:
+        with _interruptible():
+            args = _parse(argv)
+            return args.run(args)
+    except ConfigError as error:
+        problems = error.problems
+    except ScheduleError as error:
+        problems = str(error).splitlines()
+    except Interrupted as signaled:
+        print("interrupted", file=sys.stderr)
+        return signaled.exit_status
+    for problem in problems:
+        print(f"error: {_one_line(problem)}", file=sys.stderr)
+    return INPUT_IS_WRONG
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
         args.overrides += rest  # argparse takes no positional after an option that follows the first ones
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Turns the first SIGINT or SIGTERM into Interrupted; a second one ends the program at once."""
+    watched = (signal.SIGINT, signal.SIGTERM)
+
+    def receive(number: int, _: object) -> None:
+        for each in watched:
+            signal.signal(each, signal.SIG_DFL)
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, receive) for number in watched}
     try:
-        return args.run(args)
-    except ConfigError as error:
-        problems = error.problems
-    except ScheduleError as error:
-        problems = str(error).splitlines()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    for problem in problems:
-        print(f"error: {_one_line(problem)}", file=sys.stderr)
-    return INPUT_IS_WRONG
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _one_line(text: str) -> str:
@@ -75,6 +107,10 @@ def _one_line(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    import parallax.checkpoint_command as checkpoint_command  # here, where Ctrl-C is listened to
+    import parallax.data.command as tokenize_command
+    import parallax.schedule.command as schedule_command
+
     parser = Parser(
         prog="parallax",
         description="Train large language models in JAX: data, pipeline, tensor and context parallelism together.",
@@ -105,9 +141,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Results(io.BytesIO):
+    """What is to go to stdout; for those who ask, a terminal if that is one."""
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+
 def _print_results(verb: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Prints nothing on stdout before the verb has ended well. Raises ConfigError where a file of it cannot be read or
+    written."""
+    results = _Results()
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    printed = io.TextIOWrapper(results, encoding, "replace", write_through=True)
+    try:
+        with contextlib.redirect_stdout(printed):
+            status = verb(args)
+    except OSError as error:
+        raise ConfigError([f"{error.filename}: {error.strerror}" if error.filename else str(error)]) from error
     with _results():
-        return verb(args)
+        print(results.getvalue().decode(encoding), end="")
+    return status
 
 
 @contextlib.contextmanager
@@ -125,12 +179,16 @@ def _results() -> Iterator[None]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    with contextlib.redirect_stdout(sys.stderr):  # a model file may print
-        _prepare_environment(args.run_file, args.overrides)
-        resolved = resolve(args.run_file, args.overrides)
-        from parallax.train import train
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # a model file may print
+            _prepare_environment(args.run_file, args.overrides)
+            resolved = resolve(args.run_file, args.overrides)
+            from parallax.train import train
 
-        result = train(resolved, resume=args.resume)
+            result = train(resolved, resume=args.resume)
+    except Interrupted as signaled:  # before the loop, which has a way of its own
+        print(f"{signaled}: stopped before any training; start the same command again", file=sys.stderr)
+        return START_AGAIN
     if args.json:
         with _results():
             print(json.dumps(dataclasses.asdict(result)))

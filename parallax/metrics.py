@@ -8,6 +8,8 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +47,10 @@ class StepRecord:
         fields = dataclasses.asdict(self)
         if self.valid_loss is None:
             del fields["valid_loss"]
-        return json.dumps({name: _finite(value) for name, value in fields.items()})
+        return json.dumps({name: finite(value) for name, value in fields.items()})
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     """JSON has no NaN and no infinity."""
     return value if value is not None and math.isfinite(value) else None
 
@@ -61,34 +63,66 @@ def model_flops_utilization(
     return flops_per_token * tokens_per_s / (devices * peak_flops) if peak_flops else None
 
 
+class LogError(RuntimeError):
+    """A file of the log could not be written. The message is one line."""
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LogError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes beside `path`, then renames: what was there stays, or is replaced by all of `text`. Raises LogError."""
+    beside = path.with_suffix(".tmp")
+    with _writing(path):
+        try:
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
 class MetricsFile:
     """Appends to metrics.jsonl. Lines after `step`, left by a run that went on after its last checkpoint, and a last
-    line that is not whole are dropped: each step appears once."""
+    line that is not whole are dropped: each step appears once. Its methods raise LogError."""
 
     def __init__(self, path: Path, step: int):
-        kept = [line for line in _lines(path) if (found := _step_of(line)) is not None and found <= step]
-        beside = path.with_suffix(".tmp")
-        beside.write_text("".join(kept), encoding="utf-8")
-        os.replace(beside, path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._path = path
+        with _writing(path):
+            kept = [line for line in _lines(path) if (found := _step_of(line)) is not None and found <= step]
+        write_whole(path, "".join(kept))
+        with _writing(path):
+            self._file = path.open("ab", buffering=0)  # nothing is left to be written when it is closed
 
     def write(self, record: StepRecord) -> None:
-        self._file.write(record.to_json() + "\n")
+        line = f"{record.to_json()}\n".encode()
+        with _writing(self._path):
+            if (written := self._file.write(line)) != len(line):
+                self._file.write(line[written:])  # the disk is full: raises why
 
     def close(self) -> None:
-        self._file.close()
+        with _writing(self._path):
+            self._file.close()
 
 
 class EventFile:
     """TensorBoard's events of one part of a run, in a file of their own, at the steps of metrics.jsonl.
 
     It begins with a mark (TensorFlow's SessionLog.START) at which readers drop the steps after `step` of earlier files,
-    left by a run that went on after its last checkpoint."""
+    left by a run that went on after its last checkpoint. Its methods raise LogError."""
 
     def __init__(self, folder: Path, step: int):
-        self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_EVENTS_S)
+        self._folder = folder
         mark = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=mark))
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)  # TensorBoard's own says no reason
+            self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_EVENTS_S)
+            self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=mark))
+            self._writer.flush()
 
     def write(self, record: StepRecord) -> None:
         scalars = {
@@ -103,13 +137,16 @@ class EventFile:
             "data/wait_share": record.data_wait_s / record.step_time_s,
         }
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if value is not None]
-        self._writer.add_event(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
+        with _writing(self._folder):
+            self._writer.add_event(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
 
     def flush(self) -> None:
-        self._writer.flush()
+        with _writing(self._folder):
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with _writing(self._folder):
+            self._writer.close()
 
 
 def _lines(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from parallax.checkpoint import Checkpoints, check_data, check_identity, check_weights
+from parallax.checkpoint import Checkpoints, check_data, check_identity, check_weights, identity, optimizer_changes
 from parallax.config import SCHEDULES, ConfigError, show
 from parallax.data import Data, open_data
 from parallax.mesh import make_mesh
@@ -20,11 +21,13 @@ from parallax.model import Model
 from parallax.program import Program
 from parallax.schedule.simulate import lockstep_warning
 from parallax.validate import Resolved, check_devices
+from parallax.version import version
 
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """A run that can start. `first` steps and `samples` samples are behind it already."""
+    """A run that can start. `first` steps and `samples` samples are behind it already; `facts` are those of its
+    checkpoints that no step changes (see `parallax.checkpoint.FACTS`)."""
 
     resolved: Resolved
     program: Program
@@ -33,6 +36,7 @@ class Start:
     first: int
     samples: int
     resume: bool
+    facts: dict[str, Any]
 
 
 def prepare(resolved: Resolved, resume: bool) -> Start:
@@ -40,34 +44,77 @@ def prepare(resolved: Resolved, resume: bool) -> Start:
     config = resolved.config
     checkpoints = Checkpoints(Path(config.log.dir) / "checkpoints")
     model = Model(resolved.model_module, resolved.model_config, resolved.shape, config.train.remat)
-    facts = _facts_to_resume(resolved, model, checkpoints) if resume else _check_unused(resolved, checkpoints)
+    facts = {
+        "identity": identity(resolved),
+        "optimizer": dataclasses.asdict(config.optimizer),
+        "weights": model.weight_shapes,
+        "parameters": resolved.shape.parameters,
+        "layout": {
+            "parallel": dataclasses.asdict(config.parallel),
+            "mesh": resolved.machine.name,
+            "precision": config.train.precision,
+        },
+        "versions": {"parallax": version(), "jax": jax.__version__},
+    }
+    saved = _facts_to_resume(resolved, model, checkpoints) if resume else check_unused(config.log.dir, checkpoints)
     data = _open(resolved)
     if resume:
-        check_data(data.fingerprint, facts["data"], checkpoints.path(facts["step"]))
+        check_data(data.fingerprint, saved["data"], checkpoints.path(saved["step"]))
     program = Program(config, model, _mesh(resolved))
     if config.parallel.schedule not in SCHEDULES and (warning := lockstep_warning(program.table)):
         say(f"warning: {warning}")
-    return Start(resolved, program, data, checkpoints, facts["step"], facts["samples"], resume)
+    facts |= {"data": data.fingerprint}
+    return Start(resolved, program, data, checkpoints, saved["step"], saved["samples"], resume, facts)
 
 
-def _check_unused(resolved: Resolved, checkpoints: Checkpoints) -> dict[str, Any]:
-    """The facts of a run that begins. Raises ConfigError where `log.dir` holds another one."""
-    folder, where = Path(resolved.config.log.dir), f"log.dir = {show(resolved.config.log.dir)}"
+def check_unused(log_dir: str, checkpoints: Checkpoints) -> dict[str, Any]:
+    """The facts of a run that begins. Raises ConfigError where `log_dir` holds another one."""
+    folder, where = Path(log_dir), f"log.dir = {show(log_dir)}"
     if folder.exists() and not folder.is_dir():
         raise ConfigError([f"{where} is a file; use a folder that is empty or new"])
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and _names(folder):
         whole = checkpoints.steps()
         way = "use --resume to go on from its checkpoint" if whole else "it has no checkpoint; delete it"
         raise ConfigError([f"{where} is not empty; {way}, or use another log.dir"])
     return {"step": 0, "samples": 0}
 
 
+def _names(log_dir: Path) -> list[str]:
+    try:
+        return os.listdir(log_dir)
+    except OSError as error:
+        line = f"log.dir = {show(str(log_dir))} cannot be read: {error.strerror}; use another log.dir"
+        raise ConfigError([line]) from error
+
+
+def check_still(start: Start) -> None:
+    """Once the folder is locked: raises ConfigError where another run has been in it since `prepare`."""
+    log_dir = start.resolved.config.log.dir
+    if not start.resume:
+        check_unused(log_dir, start.checkpoints)
+    elif (steps := start.checkpoints.steps())[-1:] != [start.first]:
+        now = f"its newest checkpoint is {start.checkpoints.path(steps[-1])}" if steps else "its checkpoints are gone"
+        line = f"log.dir = {show(log_dir)} was changed by another run meanwhile: {now}; start again"
+        raise ConfigError([line])
+
+
+def _nothing_to_resume(log_dir: str) -> str:
+    """Why there is no complete checkpoint, and what to do."""
+    folder, where = Path(log_dir), f"log.dir = {show(log_dir)}"
+    if not folder.exists():
+        return f"{where} does not exist, so there is nothing to resume; start without --resume, or use another log.dir"
+    if not (names := _names(folder)):
+        return f"{where} is empty, so there is nothing to resume; start without --resume, or use another log.dir"
+    if "run.toml" in names:
+        return f"{where} has no complete checkpoint to resume from; delete it and start without --resume"
+    return f"{where} is not the folder of a run; use another log.dir"
+
+
 def _facts_to_resume(resolved: Resolved, model: Model, checkpoints: Checkpoints) -> dict[str, Any]:
     """Of the newest complete checkpoint. Raises ConfigError where this run cannot go on from it."""
-    config, where = resolved.config, f"log.dir = {show(resolved.config.log.dir)}"
-    steps = checkpoints.steps()
+    config, steps = resolved.config, checkpoints.steps()
     if not steps:
-        raise ConfigError([f"{where} has no complete checkpoint to resume from; delete it and start without --resume"])
+        raise ConfigError([_nothing_to_resume(config.log.dir)])
     step, path = steps[-1], checkpoints.path(steps[-1])
     facts = checkpoints.facts(step)
     check_identity(resolved, facts["identity"], path)
@@ -79,12 +126,17 @@ def _facts_to_resume(resolved: Resolved, model: Model, checkpoints: Checkpoints)
             f"warning: train.steps = {config.train.steps} was {facts['train_steps']}: from here on the learning rate "
             f"follows the {config.optimizer.schedule} schedule to the new end"
         )
+    if changes := optimizer_changes(config.optimizer, facts["optimizer"]):
+        say(f"warning: {changes}: from here on it is the new one that counts")
     return facts
 
 
 def lock(folder: Path) -> int:
     """Keeps other runs out of a folder until this process ends. Raises ConfigError where another one is in it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError([f"log.dir = {show(str(folder))} cannot be read: {error.strerror}"]) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

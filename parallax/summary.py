@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -57,7 +58,9 @@ def opening(start: Start) -> str:
     weights, gradients, optimizer = map(size, state_bytes(start.program))
     rows = {
         "model": f"{config.model.name}, {_layers(start.program)}, {resolved.shape.parameters:,} parameters",
-        "devices": f"{config.devices} {emulated}{resolved.machine.name}: {layout(config.parallel)}",
+        "devices": ": ".join(
+            filter(None, [f"{config.devices} {emulated}{resolved.machine.name}", layout(config.parallel)])
+        ),
         "memory": f"weights {weights}, gradients {gradients}, optimizer {optimizer} a device; activations not counted",
         "data": start.data.description + ", attention inside documents" * config.data.isolate_documents,
         "step": _step(config, start.samples),
@@ -79,7 +82,8 @@ def _layers(program: Program) -> str:
 def _step(config: RunConfig, samples: int) -> str:
     train = config.train
     tokens = train.global_batch_size * train.seq_len
-    text = f"{train.global_batch_size} x {train.seq_len} = {tokens:,} tokens, in {config.microbatches} microbatches"
+    parts = f"{config.microbatches} microbatches" if config.microbatches > 1 else "one microbatch"
+    text = f"{train.global_batch_size} x {train.seq_len} = {tokens:,} tokens, in {parts}"
     if (first := batch_size(train, samples)) == train.global_batch_size:
         return text
     _, increment, over = train.rampup_batch_size
@@ -139,10 +143,17 @@ def closing(result: Result, config: RunConfig, failures: list[str]) -> str:
         newest = f"the newest checkpoint is {result.checkpoint}; --resume goes on from it"
     last = {
         "done": "done; to go on, the same command with --resume and more train.steps",
-        "stopped": f"stopped; saved {result.checkpoint}: run the same command with --resume to go on",
+        "stopped": f"stopped; {_kept(result)}: run the same command with --resume to go on",
         "failed": "\n".join([*(f"error: {line}" for line in failures), newest]),
     }
     return f"{block}\n{last[result.status]}"
+
+
+def _kept(result: Result) -> str:
+    """The newest checkpoint, which is of the last step unless its loss was not finite."""
+    if Path(result.checkpoint or "").name == str(result.step):
+        return f"saved {result.checkpoint}"
+    return f"step {result.step} was not saved, the newest checkpoint is {result.checkpoint}"
 
 
 def _speed(result: Result) -> str:

@@ -31,14 +31,14 @@ def size(size_bytes: float) -> str:
 
 
 def layout(parallel: Parallel) -> str:
-    """`dp2·pp2·tp2, interleaved, 2 virtual stages, sequence parallel, zero 1`"""
+    """`dp2·pp2·tp2, interleaved, 2 virtual stages, sequence parallel, zero 1`; empty for one device"""
     parts = [
         "·".join(f"{axis}{n}" for axis in ORDER if (n := getattr(parallel, axis)) > 1),
         Path(parallel.schedule).name if parallel.pp > 1 else "",
         f"{parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else "",
         f"context by {parallel.context}" if parallel.cp > 1 else "",
         "sequence parallel" if parallel.sequence_parallel and parallel.tp > 1 else "",
-        f"zero {parallel.zero}",
+        f"zero {parallel.zero}" if parallel.dp * parallel.ep * parallel.cp > 1 else "",
     ]
     return ", ".join(filter(None, parts))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,25 +19,27 @@ import jax
 
 from parallax.batch_size import batch_size, batch_sizes, samples_after
 from parallax.canonical import Canonical
-from parallax.checkpoint import identity
 from parallax.checkpoint_io import CheckpointError, CheckpointWriter, restore_state
 from parallax.config import ConfigError, show, to_toml
+from parallax.echoes import leave_out_echoes
 from parallax.metrics import (
     PLAIN_EVERY_S,
     EventFile,
+    LogError,
     MetricsFile,
     ProgressLine,
     StepRecord,
+    finite,
     model_flops_utilization,
     say,
+    write_whole,
 )
 from parallax.optimizer import TrainState
 from parallax.program import StepMetrics
-from parallax.start import Start, lock, prepare
+from parallax.start import Start, check_still, lock, prepare
 from parallax.summary import Result, closing, compiled_memory, opening
 from parallax.text import duration
 from parallax.validate import Resolved
-from parallax.version import version
 
 STEPS_IN_FLIGHT = 2  # dispatched and not yet waited for; none on CPU, where queued collectives can lock each other up
 STEPS_TO_FORESEE = 3  # before the time to go is said
@@ -48,11 +51,13 @@ def train(resolved: Resolved, *, resume: bool = False) -> Result:
     Raises ConfigError, before anything is compiled or changed, where the run cannot start: no data for a batch, other
     devices than the layout asks for, a `log.dir` that is in use, a checkpoint that is missing or of another run.
     """
+    leave_out_echoes()
     start = prepare(resolved, resume)
     say(opening(start))
     run = _Run(start)
-    result = run.go()
-    say(closing(result, resolved.config, run.failures))
+    with run.stop.listening():
+        result = run.go()
+        say(closing(result, resolved.config, run.failures))
     return result
 
 
@@ -95,6 +100,7 @@ class _Run:
     """One run's state while it goes. `step` and `samples` count from the first of the run, dispatched ones too."""
 
     def __init__(self, start: Start):
+        self.start = start
         self.resolved, self.program, self.data = start.resolved, start.program, start.data
         self.config, self.checkpoints = start.resolved.config, start.checkpoints
         self.canonical = Canonical(start.program)
@@ -117,7 +123,7 @@ class _Run:
     def go(self) -> Result:
         steps = self.config.train.steps
         self.progress = ProgressLine(self.first, steps)
-        with self.stop.listening(), self.progress:
+        with self.progress:
             self.state = self._first_state()
             if self.step < steps and self.stop.signal is None:
                 took = self._compile(batch_size(self.config.train, self.samples))
@@ -129,23 +135,40 @@ class _Run:
             try:
                 with self.writer:
                     self._loop(steps)
-            except CheckpointError as error:
+            except (CheckpointError, LogError) as error:
                 self.failures.append(str(error))
-        self.events.close()
-        self.metrics.close()
+        for log in (self.events, self.metrics):
+            try:
+                log.close()
+            except LogError as error:
+                if not self.failures:  # else it is the same disk that is full
+                    self.failures.append(str(error))
         os.close(self.lock)
         return self._result("failed" if self.failures else "done" if self.step == steps else "stopped")
 
     def _open_log(self) -> None:
+        """Raises ConfigError, and leaves nothing behind that was not there, where the log cannot be written."""
         folder = Path(self.config.log.dir)
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            _remove_empty(new)
             raise ConfigError([f"log.dir = {show(str(folder))} cannot be made: {error.strerror}"]) from error
         self.lock = lock(folder)
-        (folder / "run.toml").write_text(to_toml(self.config), encoding="utf-8")
-        self.metrics = MetricsFile(folder / "metrics.jsonl", self.first)
-        self.events = EventFile(folder / "tensorboard", self.first)
+        was_there = os.listdir(folder)
+        try:
+            check_still(self.start)
+            self.metrics = MetricsFile(folder / "metrics.jsonl", self.first)
+            self.events = EventFile(folder / "tensorboard", self.first)
+            write_whole(folder / "run.toml", to_toml(self.config))
+        except (ConfigError, LogError) as error:
+            for path in folder.iterdir():
+                if path.name not in was_there:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _remove_empty(new)
+            os.close(self.lock)
+            raise ConfigError(error.problems if isinstance(error, ConfigError) else [str(error)]) from error
 
     def _first_state(self) -> TrainState:
         if self.resume:
@@ -183,18 +206,27 @@ class _Run:
                     "optimizer.learning_rate"
                 )
                 return
-            if saves and math.isfinite(self.loss or math.nan):
+            if saves and _is_finite(self.loss):
                 self._save()
                 self.clock.restart()
             elif saves:
                 self.progress.say(f"warning: step {self.step}: the loss is not finite; no checkpoint of it is kept")
         self._settle(leave=0, evaluates=False)
-        if self.step == steps and not math.isfinite(self.valid_loss or math.nan):
+        if self.step == steps and not _is_finite(self.valid_loss):
             self.failures.append(
                 f"step {steps}: the loss is not finite; stopped without saving; try a lower optimizer.learning_rate"
             )
             return
-        self._save()
+        if self.step == steps or self.loss is None or math.isfinite(self.loss):  # None where no step was made
+            self._save()
+            return
+        self.writer.wait()
+        if self.checkpoints.steps():
+            self.progress.say(f"warning: step {self.step}: the loss is not finite; no checkpoint of it is kept")
+        else:
+            self.failures.append(
+                f"step {self.step}: the loss is not finite; stopped without saving; try a lower optimizer.learning_rate"
+            )
 
     def _compile(self, size: int) -> str:
         """Makes the train step of batches of `size`; the state is the same for all of them. → the time it took"""
@@ -275,25 +307,15 @@ class _Run:
     def _facts(self) -> dict[str, Any]:
         """See `parallax.checkpoint.FACTS`."""
         config = self.config
-        return {
+        return self.start.facts | {
             "step": self.step,
             "samples": self.samples,
             "tokens": self.samples * config.train.seq_len,
             "train_steps": config.train.steps,
-            "loss": self.loss,
-            "valid_loss": self.valid_loss if self.evaluated == self.step else None,
+            "loss": finite(self.loss),
+            "valid_loss": finite(self.valid_loss) if self.evaluated == self.step else None,
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "kept": _every(config.checkpoint.keep_every, self.step),
-            "identity": identity(self.resolved),
-            "data": self.data.fingerprint,
-            "weights": self.program.model.weight_shapes,
-            "parameters": self.resolved.shape.parameters,
-            "layout": {
-                "parallel": dataclasses.asdict(config.parallel),
-                "mesh": self.resolved.machine.name,
-                "precision": config.train.precision,
-            },
-            "versions": {"parallax": version(), "jax": jax.__version__},
         }
 
     # what came of it
@@ -306,7 +328,6 @@ class _Run:
     def _result(self, status: Literal["done", "failed", "stopped"]) -> Result:
         spent, steps, seq_len = self.clock.spent, self.checkpoints.steps(), self.config.train.seq_len
         tokens_per_s = spent.samples * seq_len / spent.total_s if spent.steps else None
-        finite = lambda x: x if x is not None and math.isfinite(x) else None
         return Result(
             status=status,
             step=self.step,
@@ -370,6 +391,17 @@ def _peak_memory_bytes() -> int | None:
     """Of the fullest local device; None where the backend does not count."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return max((peak for peak in peaks if peak), default=None)
+
+
+def _is_finite(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Of those from the innermost on that hold nothing."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _every(period: int, step: int) -> bool:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -135,7 +136,7 @@ def test_another_run_is_not_resumed(folder: Path, first: dict):
 
 def test_nothing_to_resume(tmp_path: Path):
     refused = train(tmp_path, "--resume")
-    assert (refused.returncode, "has no complete checkpoint" in refused.stderr) == (2, True)
+    assert (refused.returncode, "does not exist, so there is nothing to resume" in refused.stderr) == (2, True)
     assert not (tmp_path / "run").exists()
 
 
@@ -294,9 +295,76 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path):
     """The system lets no file grow beyond 64 kB. The run would have gone on for long."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64_000, 64_000))
     words = command(tmp_path, *ONE_DEVICE, "train.steps=100000", "checkpoint.every=2", "log.every=1000", "--json")
-    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, preexec_fn=limit)
+    uncached = {k: v for k, v in ENVIRONMENT.items() if not k.startswith("JAX_")}
+    done = subprocess.run(words, cwd=ROOT, env=uncached, capture_output=True, text=True, preexec_fn=limit)
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout)
     assert (result["status"], result["checkpoint"]) == ("failed", None) and 2 <= result["step"] < 100000
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert "checkpoints/2 could not be written: " in error and "File too large" in error
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(("every", "status"), [(0, 1), (1, 75)])
+def test_stopped_where_the_loss_is_not_finite(tmp_path: Path, every: int, status: int):
+    """The first step's loss is finite: its checkpoint is what there is to go on from, and is not pushed out."""
+    words = ("optimizer.learning_rate=1e25", "optimizer.weight_decay=1e25", "train.max_skipped=1000000", *ONE_DEVICE)
+    whole = command(tmp_path, *words, "train.steps=100000", f"checkpoint.every={every}", "checkpoint.keep=1", "--json")
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = subprocess.Popen(whole, cwd=ROOT, env=ENVIRONMENT, text=True, **streams)
+    path = tmp_path / "run" / "metrics.jsonl"
+    wait_for(running, lambda: path.exists() and '"loss": null' in path.read_text())
+    running.send_signal(signal.SIGTERM)
+    stdout, stderr = running.communicate(timeout=120)
+    assert running.returncode == status, stderr
+    result = json.loads(stdout)
+    if every == 0:
+        assert checkpoints(tmp_path) == [] and result["status"] == "failed"
+        assert f"error: step {result['step']}: the loss is not finite; stopped without saving" in stderr
+        return
+    (saved,) = checkpoints(tmp_path)
+    assert (
+        saved < result["step"]
+        and json.loads((tmp_path / "run" / "checkpoints" / str(saved) / "facts" / "metadata").read_text())["loss"]
+    )
+    assert "was not saved, the newest checkpoint is" in stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("limit", "status", "line"), [(10, 2, "tensorboard"), (3000, 1, "cannot be written")])
+def test_a_log_that_cannot_be_written_ends_the_run(tmp_path: Path, limit: int, status: int, line: str):
+    """No file may grow beyond the limit: reached at the start, where nothing is left behind, or later."""
+    limited = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    words = command(tmp_path, *ONE_DEVICE, "train.steps=100000", "checkpoint.every=0")
+    environment = {k: v for k, v in ENVIRONMENT.items() if not k.startswith("JAX_")}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, preexec_fn=limited)
+    assert done.returncode == status, done.stderr
+    (error,) = (text for text in done.stderr.splitlines() if text.startswith("error: "))
+    assert line in error and error.endswith("File too large") and "Traceback" not in done.stderr
+    assert (tmp_path / "run").exists() == (status == 1)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
+def test_a_log_that_is_something_else_is_refused(folder: Path, first: dict, tmp_path: Path, name: str):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    path = tmp_path / "run" / name
+    path.rename(tmp_path / "away")
+    path.mkdir() if name == "metrics.jsonl" else path.touch()
+    before = files(tmp_path)
+    refused = train(tmp_path, "--resume", "train.steps=20", "optimizer.clip_norm=0.5")
+    assert refused.returncode == 2, refused.stderr
+    assert "warning: optimizer.clip_norm = 0.5 was 1.0: from here on" in refused.stderr
+    (error,) = (text for text in refused.stderr.splitlines() if text.startswith("error: "))
+    assert error.startswith(f"error: {path} cannot be written: ") and "Traceback" not in refused.stderr
+    after = files(tmp_path)
+    assert {name: after[name] for name in before} == before if name == "metrics.jsonl" else path.is_file()
+
+
+def test_sources_of_one_name_and_a_built_in_one(tmp_path: Path):
+    for language in ("en", "de"):
+        (tmp_path / language).mkdir()
+        (tmp_path / language / "x.txt").write_text(f"some text in {language} " * 2000)
+    mixture = f'data.source={{ "{tmp_path}/en/x.txt" = 1.0, "{tmp_path}/de/x.txt" = 1.0, synthetic = 1.0 }}'
+    done = train(tmp_path, *ONE_DEVICE, mixture, "train.steps=1")
+    assert done.returncode == 0, done.stderr
+    assert checkpoints(tmp_path) == [1] and "in one microbatch" not in done.stderr
+    assert train(tmp_path, *ONE_DEVICE, mixture, "train.steps=1", "--resume").returncode == 0

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
-from dataclasses import replace
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +20,7 @@ import numpy as np
 import pytest
 
 from parallax.canonical import Canonical
-from parallax.checkpoint import FACTS, Checkpoints, check_data, check_identity, identity
+from parallax.checkpoint import FACTS, Checkpoints, check_data, check_identity, identity, optimizer_changes
 from parallax.checkpoint_io import CheckpointError, CheckpointWriter, restore_state
 from parallax.config import Checkpoint, ConfigError, Data, Log, MeshChoice, Optimizer, Parallel, RunConfig, Train
 from parallax.config import Model as ModelChoice
@@ -27,6 +32,7 @@ from parallax.optimizer import Shard, TrainState
 from parallax.program import Program
 from parallax.validate import Resolved
 
+ROOT = Path(__file__).parents[2]
 # No dimension of width 36 or 24 divides by dp = 5, and none at all by 7: such weights are flattened and padded.
 CONFIG = llama.Config(vocab_size=264, width=36, layers=4, heads=4, kv_heads=2, ff=60, head_size=6)
 LAYOUTS = {
@@ -122,7 +128,23 @@ def counted(step: int, size: int = 1000) -> dict[str, jax.Array]:
 
 
 def facts_of(step: int) -> dict[str, Any]:
-    return dict.fromkeys(FACTS, None) | {"step": step}
+    return {
+        "step": step,
+        "samples": 8 * step,
+        "tokens": 64 * step,
+        "train_steps": 9,
+        "parameters": 4,
+        "kept": False,
+        "loss": 2.5,
+        "valid_loss": None,
+        "saved_at": "2026-01-02T03:04:05+00:00",
+        "identity": {"train.seed": 0},
+        "optimizer": {"beta1": 0.9},
+        "weights": {"x": [4]},
+        "data": {"sources": [{"name": "x", "tokens": 1000}], "separator": 0},
+        "layout": {"parallel": {"dp": 2}, "mesh": "cpu", "precision": "bfloat16"},
+        "versions": {"parallax": "0.1", "jax": "0.10"},
+    }
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path):
@@ -190,16 +212,143 @@ def test_a_write_that_fails_is_an_error(tmp_path: Path):
     assert checkpoints.steps() == [1]
 
 
-def test_facts_that_cannot_be_read(tmp_path: Path):
+DAMAGE = """
+import shutil, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from parallax.checkpoint import Checkpoints
+from parallax.checkpoint_io import CheckpointWriter, restore_state
+from parallax.config import Checkpoint, ConfigError
+from parallax.echoes import leave_out_echoes
+
+leave_out_echoes()
+good, bad = Path("good"), Path("bad")
+state = {name: jax.random.normal(jax.random.key(0), (1000,)) for name in "xyz"}
+with CheckpointWriter(Checkpoints(good), Checkpoint()) as writer:
+    writer.save(1, state, {})
+device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
+for path in [path.relative_to(good) for path in sorted((good / "1" / "state").rglob("*")) if path.is_file()]:
+    for length in (0, 1, 2):
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(good, bad)
+        whole = (bad / path).read_bytes()
+        (bad / path).write_bytes(whole[: len(whole) * length // 2] if length < 2 else whole + b"x")
+        try:
+            restore_state(Checkpoints(bad), 1, target)
+        except ConfigError as error:
+            print(error)
+"""
+
+
+def test_a_damaged_state_is_one_line(tmp_path: Path):
+    """Each file of one emptied, cut in half and made longer, in a process of its own: threads must be silent, too."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", DAMAGE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert len(lines) > 8
+    for line in lines:
+        assert line.startswith("checkpoint bad/1 cannot be read: its state is damaged: ") and len(line) < 450
+        assert not [word for word in ("{", "pybind11", "See full", "spec") if word in line]
+    assert [line for line in lines if "is not valid for value of size 0" in line]
+
+
+def write_facts(folder: Path, step: int, text: str) -> None:
+    (folder / str(step) / "state").mkdir(parents=True)
+    (folder / str(step) / "facts").mkdir()
+    (folder / str(step) / "facts" / "metadata").write_text(text)
+
+
+def changed(dotted: str, value: Any) -> str:
+    """The facts of step 2 with another value; without the fact where it is `...`."""
+    facts = facts_of(2)
+    *above, name = dotted.split(".")
+    table = facts[above[0]] if above else facts
+    table[name] = value
+    if value is ...:
+        del table[name]
+    return json.dumps(facts)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"step', "not JSON"),
+        ("[]", r"damaged: \[\] is not a table"),
+        ("[" * 100_000, "nested too deeply"),
+        (changed("identity", json.loads("[" * 600 + "]" * 600)), "nested too deeply|damaged"),
+        ('{"step": 2}', "damaged: samples is missing, and 16 more"),
+        (changed("step", 4), "damaged: step = 4 in the folder of step 2"),
+        (changed("step", True), "damaged: step = true is not an integer"),
+        (changed("samples", "many"), 'damaged: samples = "many" is not an integer'),
+        (changed("samples", -1), "damaged: samples = -1 is out of range"),
+        (changed("loss", float("nan")), "damaged: loss = nan is not a finite number or null"),
+        (changed("saved_at", 5), "damaged: saved_at = 5 is not a string"),
+        (changed("weights", {"x": "4"}), "damaged: weights = .* is not a table"),
+        (changed("identity", []), r"damaged: identity = \[\] is not a table"),
+        (changed("layout.mesh", ...), "damaged: layout.mesh is missing"),
+        (changed("layout", "cpu"), "damaged: layout.parallel is missing, and 2 more"),
+        (changed("data.sources", [1]), "damaged: data.sources = .* is not a list"),
+        (changed("versions.jax", None), "damaged: versions.jax = None is not a string"),
+    ],
+)
+def test_facts_that_cannot_be_read(tmp_path: Path, text: str, why: str):
+    write_facts(tmp_path, 1, json.dumps(facts_of(1)))
+    write_facts(tmp_path, 2, text)
     checkpoints = Checkpoints(tmp_path)
-    for step, text in ((1, json.dumps(facts_of(1))), (2, '{"step'), (3, "[]"), (4, '{"step": 4}')):
-        (tmp_path / str(step) / "state").mkdir(parents=True)
-        (tmp_path / str(step) / "facts").mkdir()
-        (tmp_path / str(step) / "facts" / "metadata").write_text(text)
-    assert checkpoints.facts(1) == facts_of(1)
-    for step, why in ((2, "not JSON"), (3, "lack everything"), (4, "lack data, identity, kept, ")):
-        with pytest.raises(ConfigError, match=rf"{step} cannot be read: .*{why}.*; move it away to resume from .*/\d$"):
-            checkpoints.facts(step)
+    assert checkpoints.steps() == [1, 2] and checkpoints.facts(1) == facts_of(1)
+    with pytest.raises(ConfigError, match=rf"2 cannot be read: .*({why}).*; move it away to resume from .*/1$"):
+        checkpoints.facts(2)
+
+
+def test_every_fact_is_looked_at(tmp_path: Path):
+    """An object is of none of their types."""
+    for step, dotted in enumerate(FACTS):
+        facts = facts_of(step)
+        *above, name = dotted.split(".")
+        (facts[above[0]] if above else facts)[name] = {"x": {"y": None}} if dotted == "weights" else [[]]
+        write_facts(tmp_path, step, json.dumps(facts))
+        with pytest.raises(ConfigError, match=f"its facts are damaged: {dotted} = "):
+            Checkpoints(tmp_path).facts(step)
+
+
+@pytest.mark.parametrize("name", ["0006", "٦", "6" * 19, "6 ", "-6", "6.5"])
+def test_names_that_are_no_steps(tmp_path: Path, name: str):
+    write_facts(tmp_path, 5, json.dumps(facts_of(5)))
+    for item in ("state", "facts"):
+        (tmp_path / name / item).mkdir(parents=True)
+    assert Checkpoints(tmp_path).steps() == [5]
+    with CheckpointWriter(Checkpoints(tmp_path), Checkpoint(keep=2)) as writer:
+        writer.save(6, counted(6), facts_of(6))
+    assert Checkpoints(tmp_path).steps() == [5, 6]
+
+
+def test_a_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is not passed over: its steps may be the newest."""
+    write_facts(tmp_path, 5, json.dumps(facts_of(5)))
+    write_facts(tmp_path, 6, json.dumps(facts_of(6)))
+    for name in ("is_dir", "read_text"):
+        monkeypatch.setattr(Path, name, refusing(tmp_path / "6", getattr(Path, name)))
+    assert Checkpoints(tmp_path).steps() == [5, 6]
+    with pytest.raises(ConfigError, match=rf"6 cannot be read: .*Permission denied; .* {tmp_path}/5$"):
+        Checkpoints(tmp_path).facts(6)
+    monkeypatch.setattr(Path, "iterdir", refusing(tmp_path.parent, Path.iterdir))
+    with pytest.raises(ConfigError, match=f"^{tmp_path} cannot be read: Permission denied$"):
+        Checkpoints(tmp_path).steps()
+
+
+def refusing(folder: Path, method: Callable[..., Any]) -> Callable[..., Any]:
+    """As the system does where a folder lacks the right to be searched, also for tests that run as root."""
+
+    def call(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if folder in path.parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return method(path, *args, **kwargs)
+
+    return call
 
 
 # The same run
@@ -221,6 +370,34 @@ def test_files_count_by_their_names():
     assert mixture != moved({"/a/x.txt": 1.0, "/b/y.txt": 3.0}, "bytes")
     same_name = moved({"/data/en/x.txt": 1.0, "/data/de/x.txt": 2.0}, "bytes")
     assert same_name["data.source"] == {"en/x.txt": 1.0, "de/x.txt": 2.0}
+    with_built_in = moved(
+        {"/data/en/x.txt": 1.0, "/data/de/x.txt": 2.0, "python-stdlib": 3.0, "synthetic": 4.0}, "bytes"
+    )
+    assert with_built_in["data.source"] == same_name["data.source"] | {"python-stdlib": 3.0, "synthetic": 4.0}
+    like_one = moved({"/data/synthetic": 1.0, "synthetic": 2.0}, "bytes")
+    assert like_one["data.source"] == {"./synthetic": 1.0, "synthetic": 2.0}
+    assert moved("/data/synthetic", "bytes") != moved("synthetic", "bytes")
+
+
+def test_a_model_whose_config_no_checkpoint_can_keep():
+    @dataclass(frozen=True)
+    class Config:
+        dtype: Any = jnp.bfloat16
+        width: int = 36
+
+    resolved = Resolved(run_config(Parallel()), llama, Config(), CONFIG.shape(), load_machine(MeshChoice()))
+    with pytest.raises(ConfigError) as caught:
+        identity(resolved)
+    (line,) = caught.value.problems
+    assert line.startswith("model.dtype = ") and "cannot be kept in a checkpoint; use a number" in line
+
+
+def test_what_changed_in_the_optimizer():
+    saved = {"learning_rate": 3e-4, "clip_norm": 1.0, "beta1": 0.9, "schedule": "cosine"}
+    assert optimizer_changes(Optimizer(), saved) == ""
+    assert optimizer_changes(Optimizer(learning_rate=1e-3, schedule="constant"), saved) == (
+        'optimizer.learning_rate = 0.001 was 0.0003, optimizer.schedule = "constant" was "cosine"'
+    )
 
 
 def test_what_must_not_change():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -28,7 +29,8 @@ def facts(step: int, valid_loss: float | None = None, kept: bool = False) -> dic
         "valid_loss": valid_loss,
         "saved_at": "2026-01-02T03:04:05+00:00",
         "kept": kept,
-        "identity": {"model.name": "llama-tiny", "data.separator": "", "train.seed": 0},
+        "identity": {"model.name": "llama-tiny", "model.head_size": 0, "data.separator": "", "train.seed": 0},
+        "optimizer": {"beta1": 0.9},
         "data": {"sources": [], "separator": 0},
         "weights": {"blocks.gate.kernel": [4, 6], "head.norm.gain": [4]},
         "parameters": 28,
@@ -99,6 +101,7 @@ def test_show(run: Path, capsys: pytest.CaptureFixture):
         "trained on cpu, dp2·tp2, sequence parallel, zero 1, bfloat16",
         'model.name "llama-tiny"',
         "train.seed 0",
+        "optimizer.beta1 0.9",
         "weights 28 parameters, float32, with two Adam moments each",
         "blocks.gate.kernel 4 x 6",
         "head.norm.gain 4",
@@ -121,6 +124,39 @@ def test_wrong(run: Path, capsys: pytest.CaptureFixture, words: list[str], line:
     assert main(["checkpoint", *(word.format(run=run) for word in words)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and line.format(run=run) in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", [{"loss": float("nan")}, {"samples": "x"}, {"layout": {}}, {"step": 4}])
+def test_damaged_facts_spoil_one_line(run: Path, capsys: pytest.CaptureFixture, damage: dict[str, Any]):
+    path = run / "checkpoints" / "20" / "facts" / "metadata"
+    path.write_text(json.dumps(facts(20) | damage))
+    assert main(["checkpoint", "ls", str(run), "--json"]) == 0
+    not_json = pytest.fail  # NaN is not
+    found = json.loads(capsys.readouterr().out, parse_constant=not_json)
+    assert [bool(row["error"]) for row in found["checkpoints"]] == [False, True, True]
+    assert main(["checkpoint", "ls", str(run)]) == 0
+    assert "checkpoints/20 cannot be read: its facts are damaged: " in capsys.readouterr().out
+    assert main(["checkpoint", "show", str(run), "20"]) == 2
+    assert "error: checkpoint " in capsys.readouterr().err
+
+
+def test_facts_of_another_version_are_shown(run: Path, capsys: pytest.CaptureFixture):
+    path = run / "checkpoints" / "20" / "facts" / "metadata"
+    whole = facts(20)
+    whole["layout"]["parallel"] = {"dp": 2, "fsdp": 4, "tp": "two"}
+    path.write_text(json.dumps(whole | {"more": 1}))
+    assert main(["checkpoint", "show", str(run), "20"]) == 0
+    assert "trained on" in capsys.readouterr().out
+
+
+def test_a_folder_that_may_not_be_read(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def refuse(path: object) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for words in (["ls"], ["ls", "--json"], ["show"]):
+        assert main(["checkpoint", *words, str(run)]) == 2
+        assert capsys.readouterr() == ("", f"error: {run}/checkpoints cannot be read: Permission denied\n")
 
 
 def test_an_empty_folder_of_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture):

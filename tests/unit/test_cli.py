@@ -1,7 +1,10 @@
 """The command line: one line an error, exit statuses, stdout for results alone; and the environment it sets."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,81 @@ def test_stdout_that_cannot_be_written(redirection: str, error: str):
     command = f"set -o pipefail; (sleep 0.5; {sys.executable} -m parallax {' '.join(SCHEDULE)}) {redirection}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, error)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["checkpoint", "ls", "{long}"],
+        ["checkpoint", "show", "{long}"],
+        ["checkpoint", "ls", "{long}", "--json"],
+        ["tokenize", "{long}", "-o", "corpus"],
+        ["tokenize", "a.txt", "-o", "{long}"],
+        ["tokenize", "a.txt", "-o", "corpus", "--tokenizer", "{long}"],
+        ["schedule", "--kind", "{long}.csv", "--pp", "2", "--microbatches", "4"],
+    ],
+)
+def test_a_name_that_the_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, words: list[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text")
+    long = "x" * 300
+    assert main([word.format(long=long) for word in words]) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == "" and line.startswith("error: ") and long in line
+    assert "File name too long" in line or "does not exist" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_an_output_that_cannot_be_written_is_not_stdout(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text " * 100_000)
+    command = f"ulimit -f 100; {sys.executable} -m parallax tokenize {tmp_path}/a.txt -o {tmp_path}/corpus"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.startswith("error: ") and "File too large" in line and "stdout" not in line
+
+
+SLEEPING = """
+[model]
+name = "mine"
+file = "model.py"
+[train]
+steps = 1
+seq_len = 8
+global_batch_size = 1
+[log]
+dir = "run"
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_any_training(tmp_path: Path, number: signal.Signals):
+    (tmp_path / "run.toml").write_text(SLEEPING)
+    (tmp_path / "model.py").write_text("import time\nopen('begun', 'w').close()\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "parallax", "train", "run.toml"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "begun").exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(number)
+    _, stderr = running.communicate(timeout=60)
+    line = f"{number.name}: stopped before any training; start the same command again\n"
+    assert (running.returncode, stderr) == (75, line)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_another_verb(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, number: signal.Signals
+):
+    before = signal.getsignal(number)
+    monkeypatch.setattr("parallax.schedule.command.run", lambda args: os.kill(os.getpid(), number))
+    assert main(SCHEDULE) == 128 + number
+    assert capsys.readouterr() == ("", "interrupted\n")
+    assert signal.getsignal(number) == before
 
 
 def test_an_ascii_locale():

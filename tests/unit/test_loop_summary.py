@@ -14,6 +14,7 @@ from parallax.model import Model
 from parallax.models import llama
 from parallax.program import Program
 from parallax.summary import Result, closing, state_bytes
+from parallax.text import layout
 
 CONFIG = llama.Config(vocab_size=256, width=32, layers=4, heads=4, kv_heads=2, ff=64)
 
@@ -74,7 +75,8 @@ def test_the_end_of_a_run():
         "saved  runs/x/checkpoints/300",
         "done; to go on, the same command with --resume and more train.steps",
     ]
-    more = result(status="stopped", step=200, mfu=0.4123, skipped=2, peak_memory_bytes=3 * 2**30, valid_loss=None)
+    stop = {"status": "stopped", "step": 200, "valid_loss": None}
+    more = result(**stop, checkpoint="runs/x/checkpoints/200", mfu=0.4123, skipped=2, peak_memory_bytes=3 * 2**30)
     lines = closing(more, config, []).splitlines()
     assert lines[0] == "steps    200 of 300, 38,400 tokens"
     assert lines[2:6] == [
@@ -83,7 +85,18 @@ def test_the_end_of_a_run():
         "skipped  2 steps, of gradients that were not finite",
         "memory   3.0 GiB at most on a device",
     ]
-    assert lines[-1].startswith("stopped; saved runs/x/checkpoints/300: run the same command with --resume")
+    assert lines[-1] == "stopped; saved runs/x/checkpoints/200: run the same command with --resume to go on"
+    unsaved = closing(result(**stop, checkpoint="runs/x/checkpoints/150"), config, []).splitlines()[-1]
+    assert unsaved.startswith(
+        "stopped; step 200 was not saved, the newest checkpoint is runs/x/checkpoints/150: run the"
+    )
+
+
+def test_layouts_in_words():
+    assert layout(Parallel()) == ""
+    assert layout(Parallel(pp=2)) == "pp2, 1f1b"
+    assert layout(Parallel(cp=2)) == "cp2, context by ring, zero 1"
+    assert layout(Parallel(dp=2, tp=2, zero=0)) == "dp2·tp2, sequence parallel, zero 0"
 
 
 def test_the_end_of_a_run_that_failed():
