@@ -17,8 +17,11 @@ help:
 demo: .venv/installed
 	@.venv/bin/python examples/demo.py
 
+# The tests' programs run for moments: what LLVM's optimization saves is less than it costs.
+UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+
 test: .venv/installed
-	.venv/bin/pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	XLA_FLAGS='$(UNOPTIMIZED)' .venv/bin/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-slow: .venv/installed
 	.venv/bin/pytest -m slow $(ARGS)

@@ -56,6 +56,11 @@ def program_of(layout: str) -> Program:
 
 
 @cache
+def canonical_of(layout: str) -> Canonical:
+    return Canonical(program_of(layout))
+
+
+@cache
 def batches() -> list[Batch]:
     rows = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (BEFORE + AFTER, 24, 33), dtype=np.int32)
     return [Batch(row[:, :-1], row[:, 1:]) for row in rows]
@@ -77,7 +82,7 @@ def run_of(layout: str) -> tuple[Any, list[float]]:
     with jax.set_mesh(program.mesh):
         state = program.init(jax.random.key(0))
     state, _ = steps(layout, state, range(BEFORE))
-    saved = jax.tree.map(np.asarray, Canonical(program).from_state(state))
+    saved = jax.tree.map(np.asarray, canonical_of(layout).from_state(state))
     assert_equal(saved["masters"], weights_of(layout, state))  # in float32 they are the same numbers
     _, losses = steps(layout, state, range(BEFORE, BEFORE + AFTER))
     return saved, losses
@@ -100,7 +105,7 @@ def test_goes_on(tmp_path: Path, source: str, target: str):
     checkpoints = Checkpoints(tmp_path)
     with CheckpointWriter(checkpoints, Checkpoint()) as writer:
         writer.save(BEFORE, saved, {})
-    canonical = Canonical(program_of(target))
+    canonical = canonical_of(target)
     state = canonical.to_state(restore_state(checkpoints, BEFORE, canonical.target))
     assert_equal(canonical.from_state(state), saved)  # masters, both moments, counts
     assert_equal(weights_of(target, state), saved["masters"])
@@ -117,7 +122,7 @@ def test_padding_is_no_parameter(layout: str):
     program, (saved, _) = program_of(layout), run_of(layout)
     count = CONFIG.shape().parameters
     assert sum(x.size for x in jax.tree.leaves(saved["masters"])) == count
-    canonical = Canonical(program)
+    canonical = canonical_of(layout)
     shardings = jax.tree.map(lambda t: t.sharding, canonical.target)
     state = canonical.to_state(jax.device_put(saved, shardings))
     state, _ = steps(layout, state, range(2))

@@ -32,6 +32,7 @@ from parallax.optimizer import Shard, TrainState
 from parallax.program import Program
 from parallax.validate import Resolved
 
+pytestmark = pytest.mark.xdist_group("checkpoint")  # one worker compiles the conversions
 ROOT = Path(__file__).parents[2]
 # No dimension of width 36 or 24 divides by dp = 5, and none at all by 7: such weights are flattened and padded.
 CONFIG = llama.Config(vocab_size=264, width=36, layers=4, heads=4, kv_heads=2, ff=60, head_size=6)
@@ -65,6 +66,11 @@ def program_of(layout: str) -> Program:
 
 
 @cache
+def canonical_of(layout: str) -> Canonical:
+    return Canonical(program_of(layout))
+
+
+@cache
 def filled(layout: str) -> TrainState:
     """A state in which no two weights, moments or layers are alike."""
     program, weights = program_of(layout), plain_weights()
@@ -91,7 +97,7 @@ def test_layouts_cover_flattened_weights():
 @pytest.mark.parametrize(("saved_on", "restored_on"), PAIRS)
 def test_bit_equal_over_layouts(tmp_path: Path, saved_on: str, restored_on: str):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    before, after = Canonical(program_of(saved_on)), Canonical(program_of(restored_on))
+    before, after = canonical_of(saved_on), canonical_of(restored_on)
     saved = before.from_state(filled(saved_on))
     with CheckpointWriter(checkpoints, Checkpoint(keep=1)) as writer:
         writer.save(7, saved, {})
@@ -116,7 +122,7 @@ def test_initial_weights_are_the_same_on_every_layout(layout: str):
     that rows of 6 or 12 differ by 2 units in the last place with the way they are cut. Bit for bit before that."""
     program = program_of(layout)
     with jax.set_mesh(program.mesh):
-        weights = Canonical(program).from_state(program.init(jax.random.key(0)))["masters"]
+        weights = canonical_of(layout).from_state(program.init(jax.random.key(0)))["masters"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-7), weights, plain_weights())
 
 
@@ -179,7 +185,7 @@ def test_what_is_kept(tmp_path: Path):
 
 def test_the_state_may_change_while_it_is_written(tmp_path: Path):
     """Steps that use up the state they are given, as training's do, run on while its canonical form is written."""
-    program, canonical = program_of("one device"), Canonical(program_of("one device"))
+    program, canonical = program_of("one device"), canonical_of("one device")
     state = jax.tree.map(lambda x: x + 0, filled("one device"))
     spoil = jax.jit(lambda state: jax.tree.map(lambda x: x * 0 - 1, state), donate_argnums=0)
     saved = jax.tree.map(np.asarray, canonical.from_state(filled("one device")))
