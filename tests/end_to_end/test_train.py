@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -291,12 +290,17 @@ def test_killed_while_a_checkpoint_is_written(tmp_path: Path):
     assert being_written() == [] and checkpoints(tmp_path)[-1] == newest + 1
 
 
+def limited(size: int, words: list[str]) -> list[str]:
+    """The command, in a process whose files may not grow beyond `size` bytes"""
+    limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)"
+    return [sys.executable, "-c", f"{limit}; os.execv(sys.argv[2], sys.argv[2:])", str(size), *words]
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path):
     """The system lets no file grow beyond 64 kB. The run would have gone on for long."""
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64_000, 64_000))
     words = command(tmp_path, *ONE_DEVICE, "train.steps=100000", "checkpoint.every=2", "log.every=1000", "--json")
     uncached = {k: v for k, v in ENVIRONMENT.items() if not k.startswith("JAX_")}
-    done = subprocess.run(words, cwd=ROOT, env=uncached, capture_output=True, text=True, preexec_fn=limit)
+    done = subprocess.run(limited(64_000, words), cwd=ROOT, env=uncached, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout)
     assert (result["status"], result["checkpoint"]) == ("failed", None) and 2 <= result["step"] < 100000
@@ -333,10 +337,9 @@ def test_stopped_where_the_loss_is_not_finite(tmp_path: Path, every: int, status
 @pytest.mark.parametrize(("limit", "status", "line"), [(10, 2, "tensorboard"), (3000, 1, "cannot be written")])
 def test_a_log_that_cannot_be_written_ends_the_run(tmp_path: Path, limit: int, status: int, line: str):
     """No file may grow beyond the limit: reached at the start, where nothing is left behind, or later."""
-    limited = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     words = command(tmp_path, *ONE_DEVICE, "train.steps=100000", "checkpoint.every=0")
     environment = {k: v for k, v in ENVIRONMENT.items() if not k.startswith("JAX_")}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, preexec_fn=limited)
+    done = subprocess.run(limited(limit, words), cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     (error,) = (text for text in done.stderr.splitlines() if text.startswith("error: "))
     assert line in error and error.endswith("File too large") and "Traceback" not in done.stderr
