@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
+import warnings
 from collections.abc import Coroutine
 from functools import cache
 
@@ -33,6 +35,9 @@ def leave_out_echoes() -> None:
             of_thread(args)
 
     sys.excepthook, sys.unraisablehook, threading.excepthook = excepthook, unraisablehook, thread_excepthook
+    # what libraries say of coroutines that were given up: we have none of our own
+    warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL + 1)
 
 
 def _loop_is_closed(error: BaseException | None) -> bool:
