@@ -1,1 +1,1 @@
-"""parallax: large-model training in JAX with data, pipeline and tensor parallelism in one program."""
+"""parallax: large-model training in JAX with data, pipeline, tensor and context parallelism in one program."""

@@ -9,7 +9,6 @@ Nothing in it depends on dp, pp, tp, virtual stages or zero. The weights that th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,9 +111,8 @@ class _Form:
         """As the pipeline splits it; mesh axes that do not divide their dimension (layers of uneven stages, an odd
         vocabulary) split another one, if any divides."""
         spec = P("pp", *self.whole[3:]) if self.stacked else self.whole
-        sizes = self.program.layout.sizes
         split: list[list[str]] = [[] for _ in self.shape]
-        fits = lambda d, axes: self.shape[d] % math.prod(sizes.get(a, 1) for a in (*split[d], *axes)) == 0
+        fits = lambda d, axes: self.shape[d] % self.program.layout.ranks((*split[d], *axes)) == 0
         for d, entry in enumerate(spec):
             axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
             place = next((other for other in (d, *range(len(split))) if fits(other, axes)), None)

@@ -46,9 +46,8 @@ class CheckpointWriter:
     good those of the steps that `config.keep_every` divides."""
 
     def __init__(self, checkpoints: Checkpoints, config: Checkpoint):
-        logging.getLogger("absl").setLevel(
-            logging.CRITICAL
-        )  # orbax logs an error's traceback ten times, then raises it
+        # orbax logs an error's traceback ten times, then raises it
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._checkpoints = checkpoints
         self._config = config
         self._manager: ocp.CheckpointManager | None = None

@@ -61,10 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _interruptible():
             args = _parse(argv)
             return args.run(args)
-    except ConfigError as error:
+    except (ConfigError, ScheduleError) as error:
         problems = error.problems
-    except ScheduleError as error:
-        problems = str(error).splitlines()
     except Interrupted as signaled:
         print("interrupted", file=sys.stderr)
         return signaled.exit_status

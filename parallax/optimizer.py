@@ -85,7 +85,7 @@ class Shard:
 def shard_of(weight: Weight, layout: Layout, zero: int) -> Shard:
     """The first dimension that divides is split; on TPU a flattened one would be reduced with an all-reduce."""
     local = tuple(
-        n // math.prod(layout.sizes.get(a, 1) for a in layout.mesh_axes(axis))
+        n // layout.ranks(layout.mesh_axes(axis))
         for n, axis in zip(layout.padded(weight.shape, weight.axes), weight.axes, strict=True)
     )
     if zero == 0:

@@ -57,7 +57,11 @@ class Layout:
     @property
     def replicas(self) -> int:
         """Ranks that hold the same dense weights: dp · ep · cp."""
-        return self.dp * self.ep * self.cp
+        return self.ranks(REPLICAS)
+
+    def ranks(self, mesh_axes: tuple[str, ...]) -> int:
+        """Members of a group that spans these mesh axes."""
+        return math.prod(self.sizes.get(axis, 1) for axis in mesh_axes)
 
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         return () if logical in self.replicated else LOGICAL[logical]
@@ -73,7 +77,7 @@ class Layout:
     def padded(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
         """The shape that this layout gives a weight: a dimension that its mesh axes do not divide (the vocabulary) is
         rounded up."""
-        parts = [math.prod(self.sizes.get(a, 1) for a in self.mesh_axes(axis)) for axis in axes]
+        parts = [self.ranks(self.mesh_axes(axis)) for axis in axes]
         return tuple(-(-n // part) * part for n, part in zip(shape, parts, strict=True))
 
     def positions(self, rank: int | jax.Array, count: int) -> jax.Array:
