@@ -22,6 +22,7 @@ from parallax.config import ConfigError, read
 from parallax.environment import emulate_devices, keep_32_bits
 from parallax.machine import load_machine
 from parallax.schedule.order import ScheduleError
+from parallax.signals import first_signal
 from parallax.validate import resolve
 from parallax.version import version
 
@@ -40,8 +41,8 @@ again: with --resume where a checkpoint was saved, or as it was where nothing wa
 class Interrupted(BaseException):
     """SIGINT or SIGTERM came where there is nothing to save."""
 
-    def __init__(self, number: int):
-        super().__init__(signal.Signals(number).name)
+    def __init__(self, number: signal.Signals):
+        super().__init__(number.name)
         self.exit_status = 128 + number  # as shells have it
 
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale may lack a character
     try:
-        with _interruptible():
+        with first_signal(_interrupt):
             args = _parse(argv)
             return args.run(args)
     except (ConfigError, ScheduleError) as error:
@@ -81,22 +82,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Turns the first SIGINT or SIGTERM into Interrupted; a second one ends the program at once."""
-    watched = (signal.SIGINT, signal.SIGTERM)
-
-    def receive(number: int, _: object) -> None:
-        for each in watched:
-            signal.signal(each, signal.SIG_DFL)
-        raise Interrupted(number)
-
-    before = {number: signal.signal(number, receive) for number in watched}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _interrupt(number: signal.Signals) -> NoReturn:
+    raise Interrupted(number)
 
 
 def _one_line(text: str) -> str:

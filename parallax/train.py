@@ -36,6 +36,7 @@ from parallax.metrics import (
 )
 from parallax.optimizer import TrainState
 from parallax.program import StepMetrics
+from parallax.signals import first_signal
 from parallax.start import Start, check_still, lock, prepare
 from parallax.summary import Result, closing, compiled_memory, opening
 from parallax.text import duration
@@ -55,7 +56,7 @@ def train(resolved: Resolved, *, resume: bool = False) -> Result:
     start = prepare(resolved, resume)
     say(opening(start))
     run = _Run(start)
-    with run.stop.listening():
+    with first_signal(run.stop.receive):
         result = run.go()
         say(closing(result, resolved.config, run.failures))
     return result
@@ -65,26 +66,14 @@ def train(resolved: Resolved, *, resume: bool = False) -> Result:
 
 
 class _StopRequest:
-    """Set by SIGINT or SIGTERM. A second signal does what it does to any program: it ends this one at once."""
+    """Set by SIGINT or SIGTERM, while the run listens."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        watched = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._receive) for number in watched}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _receive(self, number: int, _: object) -> None:
-        self.signal = signal.Signals(number)
-        for watched in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(watched, signal.SIG_DFL)
-        say(f"{self.signal.name}: saving after this step; once more to stop at once")
+    def receive(self, number: signal.Signals) -> None:
+        self.signal = number
+        say(f"{number.name}: saving after this step; once more to stop at once")
 
 
 class _InFlight(NamedTuple):

@@ -34,12 +34,12 @@ LAYERS = (
     ("rules",),
     ("machine", "model_files"),
     ("schedule", "config"),
-    ("echoes", "environment", "hlo", "shape", "stages", "version"),
+    ("echoes", "environment", "hlo", "shape", "signals", "stages", "version"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
     *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "machine"),
-    *("rules", "schedule", "shape", "stages", "text", "validate", "version"),
+    *("rules", "schedule", "shape", "signals", "stages", "text", "validate", "version"),
 )
 
 
