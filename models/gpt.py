@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from parallax import nn
-from parallax.shape import LayerShape, ModelShape
+from parallax.shape import LayerShape, ModelShape, Weight
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,31 @@ class Config:
             use = " or ".join(str(width) for width in (below, below + self.heads) if width)
             raise ValueError(f"width = {self.width} is not a multiple of heads = {self.heads}; use model.width = {use}")
         D, F = self.width, self.F
+        vector = Weight((D,), ("embed",))
         layer = LayerShape(
             heads=self.heads,
             kv_heads=self.heads,
             head_size=self.C,
             ff=F,
             ff_matrices=2,
-            parameters=4 * D * D + 4 * D + 2 * D * F + F + D + 4 * D,
+            weights=(
+                *(vector,) * 4,  # gain and bias of two norms
+                *(Weight((D, D), ("embed", "heads")), Weight((D,), ("heads",))) * 3,
+                *(Weight((D, D), ("heads", "embed")), vector),
+                *(Weight((D, F), ("embed", "ff")), Weight((F,), ("ff",))),
+                *(Weight((F, D), ("ff", "embed")), vector),
+            ),
         )
         return ModelShape(
             name=self.name,
             vocab_size=self.vocab_size,
             width=D,
             layers=(layer,) * self.layers,
-            embed_parameters=(self.vocab_size + self.max_positions) * D,
-            head_parameters=2 * D,
+            embed=(
+                Weight((self.vocab_size, D), ("vocab", "embed")),
+                Weight((self.max_positions, D), ("position", "embed")),
+            ),
+            head=(vector, vector),
             tied=True,
             max_positions=self.max_positions,
         )

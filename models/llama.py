@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from parallax import nn
-from parallax.shape import LayerShape, ModelShape
+from parallax.shape import LayerShape, ModelShape, Weight
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,30 @@ class Config:
             raise ValueError(
                 f"head_size = {self.C} must be even, as rotary positions need; use model.head_size = {use}"
             )
-        attention = self.width * self.C * (2 * self.heads + 2 * self.kv_heads)
+        D, F, C = self.width, self.ff, self.C
+        norm, table = Weight((D,), ("embed",)), Weight((self.vocab_size, D), ("vocab", "embed"))
         layer = LayerShape(
             heads=self.heads,
             kv_heads=self.kv_heads,
-            head_size=self.C,
-            ff=self.ff,
+            head_size=C,
+            ff=F,
             ff_matrices=3,
-            parameters=attention + 3 * self.width * self.ff + 2 * self.width,
+            weights=(
+                *(norm, norm),
+                Weight((D, self.heads * C), ("embed", "heads")),
+                *(Weight((D, self.kv_heads * C), ("embed", "kv_heads")),) * 2,
+                Weight((self.heads * C, D), ("heads", "embed")),
+                *(Weight((D, F), ("embed", "ff")),) * 2,
+                Weight((F, D), ("ff", "embed")),
+            ),
         )
-        table = self.vocab_size * self.width
         return ModelShape(
             name=self.name,
             vocab_size=self.vocab_size,
-            width=self.width,
+            width=D,
             layers=(layer,) * self.layers,
-            embed_parameters=table,
-            head_parameters=self.width + (0 if self.tied else table),
+            embed=(table,),
+            head=(norm,) if self.tied else (norm, table),
             tied=self.tied,
         )
 

@@ -11,7 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from parallax.config import Parallel
-from parallax.sharding import AXES
+from parallax.layout import AXES
 
 
 def make_mesh(parallel: Parallel, devices: Sequence[Any] | None = None) -> Mesh:

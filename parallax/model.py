@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -11,10 +11,10 @@ import jax
 from flax import nnx
 
 from parallax.config import ConfigError
+from parallax.layout import LOGICAL
 from parallax.nn.attention import Positions
 from parallax.nn.weights import ATTENTION, PRODUCT
-from parallax.shape import ModelShape
-from parallax.sharding import LOGICAL
+from parallax.shape import ModelShape, Weight
 
 REMAT = {  # what the forward keeps for the backward, besides a layer's input
     "none": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION),
@@ -23,26 +23,13 @@ REMAT = {  # what the forward keeps for the backward, besides a layer's input
 }
 
 
-@dataclass(frozen=True)
-class Weight:
-    """One weight of a layer, or of the embedding or head: its shape and the logical name of each dimension."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-
-    @property
-    def decays(self) -> bool:
-        """Weight decay applies to matrices; norm gains and biases are vectors."""
-        return len(self.shape) > 1
-
-
 @dataclass(frozen=True, eq=False)
 class Model:
     """`weights` is a tree {"blocks": one layer's, "embed", "head"} of `Weight`. The functions take trees of arrays of
     the same structure, a single layer's for `block`, in whatever dtype the products are to run.
 
-    Raises ConfigError naming each weight whose axes are missing or unknown, and each count of parameters in which
-    `shape` and the modules differ."""
+    Raises ConfigError naming each weight whose axes are missing or unknown, and each weight in which `shape`
+    and the modules differ."""
 
     module: ModuleType
     config: Any
@@ -64,28 +51,23 @@ class Model:
                     named = f"names the axes {axes}" if axes else "names no axes"
                     problems.append(f"model: weight {where} {named}; use parallax.nn.weight with {', '.join(LOGICAL)}")
             weights[part] = jax.tree.unflatten(jax.tree.structure(nnx.to_pure_dict(state)), described)
-        problems += self._miscounted(weights)
+        problems += self._misdescribed(weights)
         if problems:
             raise ConfigError(problems)
         object.__setattr__(self, "_graphs", graphs)
         object.__setattr__(self, "weights", weights)
 
-    def _miscounted(self, weights: dict) -> list[str]:
-        """What `Config.shape()` says of parameter counts against what the modules hold."""
-        said = {
-            "Block": self.shape.layers[0].parameters,
-            "Embed": self.shape.embed_parameters,
-            "Head": self.shape.head_parameters,
-        }
-        held = {
-            name: sum(math.prod(w.shape) for w in jax.tree.leaves(weights[part]))
-            for name, part in (("Block", "blocks"), ("Embed", "embed"), ("Head", "head"))
-        }
-        return [
-            f"model: Config.shape() counts {said[name]} parameters in {name}, which holds {held[name]}"
-            for name in said
-            if said[name] != held[name]
-        ]
+    def _misdescribed(self, weights: dict) -> list[str]:
+        """The weights that `Config.shape()` lists and the modules do not hold, and the other way round."""
+        lines = []
+        said = {"blocks": self.shape.layers[0].weights, "embed": self.shape.embed, "head": self.shape.head}
+        for part, cls in self._parts().items():
+            listed, held = Counter(said[part]), Counter(jax.tree.leaves(weights[part]))
+            for weight in {**listed, **held}:
+                if listed[weight] != held[weight]:
+                    count = f"Config.shape() lists {listed[weight]} weights {weight.shape} with axes {weight.axes}"
+                    lines.append(f"model: {count} in {cls.__name__}, which holds {held[weight]}")
+        return lines
 
     def _parts(self) -> dict[str, type]:
         return {"blocks": self.module.Block, "embed": self.module.Embed, "head": self.module.Head}

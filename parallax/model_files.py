@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
 from parallax.config import INT_MAX, ConfigError, Model, either, show, suggest, value_problem
-from parallax.shape import LayerShape, ModelShape
+from parallax.layout import LOGICAL
+from parallax.shape import LayerShape, ModelShape, Weight
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -30,19 +31,33 @@ def load_model(model: Model) -> tuple[ModuleType, Any]:
     module, preset = _own_preset(model) if model.file else _known_preset(model)
     config = _apply(model, preset)
     if not _is_shape(config.shape()):
-        rule = "must return a parallax.shape.ModelShape with a tuple of LayerShapes, and integers in both"
+        rule = "must return a parallax.shape.ModelShape with tuples of LayerShapes and of Weights, and integers in them"
         raise ConfigError([f"{_where(model)}: Config.shape() {rule}"])
     return module, config
 
 
 def _is_shape(shape: Any) -> bool:
-    """Whether it is one whose every number is an integer."""
+    """Whether it is one whose every size is an integer, with weights that name known axes."""
     if not isinstance(shape, ModelShape) or not isinstance(shape.layers, tuple):
         return False
-    sizes = ("vocab_size", "width", "embed_parameters", "head_parameters", "max_positions")
-    return all(type(getattr(shape, name)) is int for name in sizes) and all(
-        isinstance(layer, LayerShape) and all(type(size) is int for size in vars(layer).values())
-        for layer in shape.layers
+    sizes = [getattr(shape, name) for name in ("vocab_size", "width", "max_positions")]
+    weights = [shape.embed, shape.head]
+    for layer in set(shape.layers):
+        if not isinstance(layer, LayerShape):
+            return False
+        fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
+        weights.append(fields.pop("weights"))
+        sizes += fields.values()
+    return all(type(size) is int for size in sizes) and all(map(_are_weights, weights))
+
+
+def _are_weights(weights: Any) -> bool:
+    return isinstance(weights, tuple) and all(
+        isinstance(weight, Weight)
+        and len(weight.shape) == len(weight.axes)
+        and all(type(size) is int for size in weight.shape)
+        and set(weight.axes) <= LOGICAL.keys()
+        for weight in weights
     )
 
 

@@ -21,9 +21,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.config import Optimizer
-from parallax.model import Model, Weight
+from parallax.layout import AXES, REPLICAS
+from parallax.model import Model
 from parallax.pipeline import partial_specs, weight_specs
-from parallax.sharding import AXES, REPLICAS, Layout, Leaf, Tree
+from parallax.shape import Weight
+from parallax.sharding import Layout, Leaf, Tree
 
 
 class TrainState(NamedTuple):
@@ -84,10 +86,7 @@ class Shard:
 
 def shard_of(weight: Weight, layout: Layout, zero: int) -> Shard:
     """The first dimension that divides is split; on TPU a flattened one would be reduced with an all-reduce."""
-    local = tuple(
-        n // layout.ranks(layout.mesh_axes(axis))
-        for n, axis in zip(layout.padded(weight.shape, weight.axes), weight.axes, strict=True)
-    )
+    local = layout.local(weight.shape, weight.axes)
     if zero == 0:
         return Shard(local, None, layout.replicas)
     return Shard(local, next((d for d, n in enumerate(local) if n % layout.replicas == 0), -1), layout.replicas)

@@ -22,10 +22,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from parallax.layout import BATCH, MANUAL, REPLICAS
 from parallax.model import Model
 from parallax.nn.attention import Positions
 from parallax.schedule.table import Row, Run, TickTable
-from parallax.sharding import BATCH, MANUAL, REPLICAS, Layout, Tree, between_layers, constrain, only, psum, ring_shift
+from parallax.sharding import Layout, Tree, between_layers, constrain, only, psum, ring_shift
 from parallax.stages import Stages
 
 BATCH_SPEC = P(None, BATCH, "cp")  # tokens, targets and starts [M, B, S]

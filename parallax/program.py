@@ -16,12 +16,14 @@ from jax.stages import Wrapped
 
 from parallax import data
 from parallax.config import RunConfig
-from parallax.model import Model, Weight
+from parallax.layout import axis_sizes, kept_whole
+from parallax.model import Model
 from parallax.optimizer import ShardedAdamW, TrainState
 from parallax.pipeline import BATCH_SPEC, CELLS_SPEC, loss_and_gradients, weight_specs
 from parallax.schedule.order import forward_only, make_schedule
 from parallax.schedule.table import TickTable, tick_table
-from parallax.sharding import AXES, Layout, Leaf, Tree
+from parallax.shape import Weight
+from parallax.sharding import Layout, Leaf, Tree
 from parallax.stages import Stages
 
 
@@ -45,10 +47,8 @@ class StepMetrics(NamedTuple):
 def layout_of(config: RunConfig, model: Model) -> Layout:
     """What the run file's [parallel] section means for this model."""
     parallel = config.parallel
-    sizes = {axis: getattr(parallel, axis) for axis in AXES}
-    kv_split = all(layer.kv_heads % parallel.tp == 0 for layer in model.shape.layers)
-    replicated = frozenset() if kv_split else frozenset({"kv_heads"})
-    return Layout(sizes, parallel.sequence_parallel, parallel.context, replicated)
+    whole = kept_whole(parallel, model.shape.layers)
+    return Layout(axis_sizes(parallel), whole, parallel.sequence_parallel, parallel.context)
 
 
 @dataclass(frozen=True, eq=False)

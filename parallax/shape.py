@@ -1,21 +1,41 @@
-"""The shape of a model: layer widths, parameter and FLOP counts, as plain numbers. No jax.
+"""The shape of a model: its weights and layer widths, parameter and FLOP counts, as plain numbers. No jax.
 
-`Config.shape()` of a model file returns a `ModelShape`; the run-file checks and the planner read it.
+`Config.shape()` of a model file returns a `ModelShape`; the run-file checks, the estimator and the planner read it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of a layer, or of the embedding or head: its shape and the logical name of each dimension (see
+    `parallax.layout.LOGICAL`)."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay applies to matrices; norm gains and biases are vectors."""
+        return len(self.shape) > 1
 
 
 @dataclass(frozen=True)
 class LayerShape:
     """One transformer layer.
 
-    `ff_matrices` is 3 for SwiGLU (gate, up, down) and 2 for a plain MLP. `parameters` counts every weight of the
-    layer, norms and biases included. A mixture-of-experts layer has `experts` feed-forward blocks of width `ff`, of
-    which a token visits `experts_per_token`, and `shared_ff` feed-forward width that every token visits; a dense
-    layer has `experts = 0`.
+    `weights` lists every weight, norms and biases included. `ff_matrices` is 3 for SwiGLU (gate, up, down) and 2 for a
+    plain MLP. A mixture-of-experts layer has `experts` feed-forward blocks of width `ff`, whose weights have a
+    dimension "experts" and of which a token visits `experts_per_token`, and `shared_ff` feed-forward width that every
+    token visits; a dense layer has `experts = 0`. `value_head_size` is 0 where values are as wide as keys.
     """
 
     heads: int
@@ -23,46 +43,64 @@ class LayerShape:
     head_size: int
     ff: int
     ff_matrices: int
-    parameters: int
+    weights: tuple[Weight, ...]
     experts: int = 0
     experts_per_token: int = 0
     shared_ff: int = 0
+    value_head_size: int = 0
 
-    def matmul_flops_per_token(self, width: int) -> int:
+    @cached_property
+    def parameters(self) -> int:
+        return sum(weight.size for weight in self.weights)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Those of the matrices that one token is multiplied with."""
+        share = lambda weight: self.experts_per_token / self.experts if "experts" in weight.axes[:-2] else 1
+        return round(sum(weight.size * share(weight) for weight in self.weights if weight.decays))
+
+    def matmul_flops_per_token(self) -> int:
         """Forward FLOPs of the layer's weight matrix products for one token (2 a multiply-add)."""
-        attention = 2 * width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        active_ff = self.ff * self.experts_per_token + self.shared_ff if self.experts else self.ff
-        router = 2 * width * self.experts
-        return attention + 2 * self.ff_matrices * width * active_ff + router
+        return 2 * self.active_parameters
 
     def attention_flops_per_token(self, seq_len: int) -> int:
         """Forward FLOPs of scores and weighted values for one token, causal: half of 4 S H C."""
-        return 2 * seq_len * self.heads * self.head_size
+        return seq_len * self.heads * (self.head_size + (self.value_head_size or self.head_size))
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A whole model. `embed_parameters` and `head_parameters` count what lies outside the layers; a tied output
-    matrix is counted once, in `embed_parameters`. `max_positions` is 0 where positions are not learned."""
+    """A whole model. `embed` and `head` list the weights outside the layers; a tied output matrix is in `embed` alone.
+    `max_positions` is 0 where positions are not learned."""
 
     name: str
     vocab_size: int
     width: int
     layers: tuple[LayerShape, ...]
-    embed_parameters: int
-    head_parameters: int
+    embed: tuple[Weight, ...]
+    head: tuple[Weight, ...]
     tied: bool
     max_positions: int = 0
 
-    @property
+    @cached_property
     def parameters(self) -> int:
-        return self.embed_parameters + self.head_parameters + sum(layer.parameters for layer in self.layers)
+        outside = sum(weight.size for weight in (*self.embed, *self.head))
+        return outside + sum(layer.parameters for layer in self.layers)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """As `parameters`, with as many experts as one token visits."""
+        idle = sum(
+            round(weight.size * (1 - layer.experts_per_token / layer.experts))
+            for layer in self.layers
+            for weight in layer.weights
+            if "experts" in weight.axes[:-2]
+        )
+        return self.parameters - idle
 
     def forward_flops_per_token(self, seq_len: int) -> int:
         """Model FLOPs of one token's forward pass: matrix products, causal attention and the output matrix."""
-        layers = sum(
-            layer.matmul_flops_per_token(self.width) + layer.attention_flops_per_token(seq_len) for layer in self.layers
-        )
+        layers = sum(layer.matmul_flops_per_token() + layer.attention_flops_per_token(seq_len) for layer in self.layers)
         return layers + 2 * self.width * self.vocab_size
 
     def train_flops_per_token(self, seq_len: int) -> int:

@@ -1,18 +1,15 @@
-"""From logical weight axes to mesh axes, and the constraints that the layers ask for by name.
+"""PartitionSpecs of weights, and the constraints that the layers ask for by name.
 
-A weight names its dimensions ("embed", "heads", "ff", "vocab", …); `LOGICAL` says which mesh axes split each of them.
 Layers never name a mesh axis: they ask for `gather_sequence`, `scatter_sequence` or `split_last`, which do what the
 `Layout` in force says, and nothing where none is (the plain single-device program).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,65 +17,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from parallax.layout import Sizes
+
 Leaf = Any  # an array, or what stands in its place in a tree of specs, shardings or shapes
 Tree = Any  # of arrays
 
-AXES = ("pp", "dp", "ep", "cp", "tp")  # slowest link first: tp varies fastest and stays inside a node
-MANUAL = ("pp", "dp", "ep", "cp")  # what the pipeline handles by hand; tp is left to XLA
-BATCH = ("dp", "ep")
-REPLICAS = ("dp", "ep", "cp")  # dense weights are equal, and gradients summed, over these
-
-LOGICAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "embed": (),  # model width
-        "position": (),
-        "heads": ("tp",),
-        "kv_heads": ("tp",),
-        "ff": ("tp",),
-        "vocab": ("pp", "tp"),
-    }
-)
-
 
 @dataclass(frozen=True)
-class Layout:
-    """How one run is laid out: the size of each mesh axis and what is replicated after all."""
+class Layout(Sizes):
+    """How one run is laid out: the size of each mesh axis, what is replicated after all, and how activations lie."""
 
-    sizes: Mapping[str, int]
     sequence_parallel: bool = True
     context: str = "ring"  # how attention sees the other cp ranks' keys and values; or "all_gather"
-    replicated: frozenset[str] = field(default_factory=frozenset)  # logical axes kept whole on every rank
-
-    def __getattr__(self, axis: str) -> int:
-        if axis in AXES:
-            return self.sizes.get(axis, 1)
-        raise AttributeError(axis)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that hold the same dense weights: dp · ep · cp."""
-        return self.ranks(REPLICAS)
-
-    def ranks(self, mesh_axes: tuple[str, ...]) -> int:
-        """Members of a group that spans these mesh axes."""
-        return math.prod(self.sizes.get(axis, 1) for axis in mesh_axes)
-
-    def mesh_axes(self, logical: str) -> tuple[str, ...]:
-        return () if logical in self.replicated else LOGICAL[logical]
 
     def spec(self, axes: tuple[str, ...]) -> P:
         """The PartitionSpec of a weight whose dimensions have these logical names."""
         return P(*(self.mesh_axes(axis) or None for axis in axes))
-
-    def shards(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """All mesh axes that split a weight with these logical axes."""
-        return tuple(mesh_axis for axis in axes for mesh_axis in self.mesh_axes(axis))
-
-    def padded(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The shape that this layout gives a weight: a dimension that its mesh axes do not divide (the vocabulary) is
-        rounded up."""
-        parts = [self.ranks(self.mesh_axes(axis)) for axis in axes]
-        return tuple(-(-n // part) * part for n, part in zip(shape, parts, strict=True))
 
     def positions(self, rank: int | jax.Array, count: int) -> jax.Array:
         """The positions in a sequence of the `count` tokens that a cp rank holds, int32.

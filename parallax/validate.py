@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from parallax.config import SECTIONS, ConfigError, RunConfig, build, either, read
+from parallax.layout import AXES
 from parallax.machine import Machine, load_machine
 from parallax.model_files import load_model
 from parallax.rules import (
@@ -23,7 +24,6 @@ from parallax.rules import (
 )
 from parallax.shape import ModelShape
 
-AXES = ("pp", "dp", "ep", "cp", "tp")
 MAX_EMULATED_DEVICES = 512
 
 

@@ -12,7 +12,7 @@ ATTENTION = "attention"  # the result of an attention core and its log-sum-exp
 
 
 def weight(value: jax.Array, axes: tuple[str, ...]) -> nnx.Param:
-    """A weight whose dimensions carry logical names (see parallax.sharding.LOGICAL); no mesh needed to make one."""
+    """A weight whose dimensions carry logical names (see parallax.layout.LOGICAL); no mesh needed to make one."""
     if len(axes) != value.ndim:
         raise ValueError(f"axes = {axes} must name each of the {value.ndim} dimensions of a weight {value.shape}")
     return nnx.Param(value, axes=axes)

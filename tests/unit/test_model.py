@@ -13,6 +13,7 @@ from parallax import nn
 from parallax.config import ConfigError
 from parallax.model import Model
 from parallax.models import llama
+from parallax.shape import Weight
 
 CONFIG = llama.PRESETS["llama-tiny"]
 
@@ -38,11 +39,15 @@ def test_a_weight_needs_known_axes(head, said):
     with pytest.raises(ConfigError) as error:
         Model(with_head(head), CONFIG, CONFIG.shape())  # type: ignore[arg-type]
     first, second = error.value.problems
-    assert f"{head.__name__}.scale {said}" in first and "embed, position, heads, kv_heads, ff, vocab" in first
-    assert "counts 32896 parameters in Head, which holds 32899" in second
+    assert f"{head.__name__}.scale {said}" in first and "embed, position, latent, heads, kv_heads, ff" in first
+    assert "lists 0 weights (3,) with axes" in second and f"in {head.__name__}, which holds 1" in second
 
 
 def test_a_wrong_count_is_named():
-    shape = dataclasses.replace(CONFIG.shape(), embed_parameters=7)
-    with pytest.raises(ConfigError, match=r"counts 7 parameters in Embed, which holds 32768"):
-        Model(llama, CONFIG, shape)
+    table = Weight((7, 128), ("vocab", "embed"))
+    with pytest.raises(ConfigError) as error:
+        Model(llama, CONFIG, dataclasses.replace(CONFIG.shape(), embed=(table,)))
+    assert [line[: line.index(" with")] for line in error.value.problems] == [
+        "model: Config.shape() lists 1 weights (7, 128)",
+        "model: Config.shape() lists 0 weights (256, 128)",
+    ]

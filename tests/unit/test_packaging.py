@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import parallax
-from parallax.sharding import AXES
+from parallax.layout import AXES
 
 ROOT = Path(__file__).parents[2]
 # A module imports only from lines below its own, or from its own package.
@@ -33,13 +33,14 @@ LAYERS = (
     ("batch_size", "text", "validate"),
     ("rules",),
     ("machine", "model_files"),
+    ("layout",),
     ("schedule", "config"),
     ("echoes", "environment", "hlo", "shape", "signals", "stages", "version"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
-    *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "machine"),
-    *("rules", "schedule", "shape", "signals", "stages", "text", "validate", "version"),
+    *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "layout"),
+    *("machine", "rules", "schedule", "shape", "signals", "stages", "text", "validate", "version"),
 )
 
 
