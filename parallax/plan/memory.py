@@ -1,0 +1,178 @@
+"""The memory of a device in parallax's own scheme, by item, from a model's shape and a run file's numbers. No jax.
+
+Every rank runs the same program, so all hold the same buffers: what differs by rank is which slots are in use. Names:
+T tokens of a microbatch on a rank (B · S / cp), D width, F feed-forward, H heads, K key/value heads, C head size, V
+vocabulary, each the part of one device; e is the bytes of an element of weights and activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import groupby
+from typing import NamedTuple
+
+from parallax.config import SCHEDULES, Parallel, Train
+from parallax.layout import Sizes, kept_whole
+from parallax.schedule.buffers import buffers
+from parallax.schedule.order import make_schedule
+from parallax.schedule.table import Buffers, tick_table
+from parallax.shape import LayerShape, ModelShape, Weight
+from parallax.stages import Stages
+
+BYTES = {"bfloat16": 2, "float32": 4}
+KEYS = 512  # keys that attention scores at a time
+
+Layers = tuple[tuple[LayerShape, int], ...]  # runs of equal layers, in model order
+
+
+class _Split(NamedTuple):
+    """How a layer is cut on one device: what its residuals and transients depend on."""
+
+    ep: int
+    tp: int
+    cp: int
+    sequence: int  # parts of the sequence between layers: tp under sequence parallelism, else 1
+    whole: frozenset[str]  # logical axes that tp does not split
+    context: str
+
+    def local(self, weight: Weight, pp: int = 1) -> tuple[int, ...]:
+        sizes = Sizes({"pp": pp, "ep": self.ep, "tp": self.tp}, self.whole)
+        return sizes.local(weight.shape, weight.axes)
+
+
+class _Work(NamedTuple):
+    """A microbatch as one rank sees it."""
+
+    batch: int
+    seq_len: int  # of the rank's part
+    width: int
+    element: int  # bytes
+    remat: str
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_len
+
+
+def own_memory(shape: ModelShape, parallel: Parallel, train: Train) -> tuple[dict[str, float], ...]:
+    """Bytes on one device, by item, of each pipeline rank; the ranks share one dictionary, being equal.
+
+    - `weights`, in `train.precision`; float32 `masters` and `moments`, sharded over the replicas with zero = 1. In
+      `moments` are 8 bytes of counters. A chunk's places without a layer count, as does a padded vocabulary.
+    - `gradients`: float32 sums over microbatches, of whole local weights.
+    - `stash`: what the layers of a chunk keep for their backward (see `_kept`), in each slot.
+    - `inboxes`: activations, gradients and loss gradients in their slots, and the two that a tick hands to the next.
+    - `logits`: what the loss phase holds (see `_loss_phase`).
+    - `workspace`: the rest of the fullest moment: the sum of all items is the peak. The loss phase, a layer's backward,
+      the embedding's gradient and the update use the same memory, one after the other.
+
+    Where layers differ, one program serves all ranks: a place of a chunk is as large as the largest that a rank puts
+    there. Raises ScheduleError where a schedule's file does not fit."""
+    pp, v, ep, tp, cp = parallel.pp, parallel.virtual_stages, parallel.ep, parallel.tp, parallel.cp
+    layers: Layers = tuple((layer, len(list(run))) for layer, run in groupby(shape.layers))
+    whole = kept_whole(parallel, (layer for layer, _ in layers))
+    split = _Split(ep, tp, cp, tp if parallel.sequence_parallel else 1, whole, parallel.context)
+    work = _Work(train.micro_batch_size, train.seq_len // cp, shape.width, BYTES[train.precision], train.remat)
+    replicas, expert_replicas = parallel.dp * ep * cp, parallel.dp * cp
+
+    shards = (replicas, expert_replicas) if parallel.zero else (1, 1)
+    local, sharded = _blocks(layers, pp, v, split, shards)
+    outer = shape.embed + shape.head
+    outer_local, outer_sharded = _elements(outer, split, shards, pp)
+    local, sharded = local + outer_local, sharded + outer_sharded
+
+    microbatches = train.global_batch_size // (parallel.dp * ep * train.micro_batch_size)
+    slots = _slots(parallel.schedule, pp, v, microbatches)
+    between = work.tokens * shape.width // split.sequence * work.element  # an activation between layers
+    items = {
+        "weights": work.element * local,
+        "masters": 4 * sharded,
+        "moments": 8 * sharded + 8,
+        "gradients": 4 * local,
+        "stash": slots.stash * _chunk_kept(layers, pp * v, split, work),
+        "inboxes": (slots.activations + slots.gradients + slots.losses + 2) * between,
+        "logits": _loss_phase(shape.vocab_size, pp, split, work),
+    }
+    return ({**items, "workspace": 0},) * pp
+
+
+def _slots(schedule: str, pp: int, v: int, m: int) -> Buffers:
+    if schedule in SCHEDULES:
+        return buffers(schedule, pp, v, m)
+    return tick_table(make_schedule(schedule, pp, v, m)).buffers
+
+
+# Weights
+
+
+@cache
+def _elements(weights: tuple[Weight, ...], split: _Split, shards: tuple[int, int], pp: int = 1) -> tuple[int, int]:
+    """Elements on one device of all weights, and of their shards: a weight that the replicas do not divide is padded.
+    `shards` is how many replicas share a dense weight, and an expert's."""
+    local = sharded = 0
+    for weight in weights:
+        size = Weight(split.local(weight, pp), weight.axes).size
+        local += size
+        sharded += -(-size // shards["experts" in weight.axes])
+    return local, sharded
+
+
+@cache
+def _places(layers: Layers, pp: int, v: int) -> tuple[tuple[frozenset[LayerShape], int], ...]:
+    """The layers that meet in one place of the stacked blocks [v, pp, layer of a chunk], over ranks; and how many
+    places hold such. Where all ranks have padding, any layer may stand for it."""
+    order = [layer for layer, count in layers for _ in range(count)]
+    stages = Stages(len(order), pp, v)
+    at: list[set[LayerShape]] = [set() for _ in range(v * stages.room)]
+    for layer, place in zip(order, stages.places.tolist(), strict=True):
+        stage, index = divmod(place, stages.room)
+        at[stage // pp * stages.room + index].add(layer)
+    kinds = [frozenset(met or order) for met in at]
+    return tuple((kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))
+
+
+def _over_places(layers: Layers, pp: int, v: int, size: Callable[[LayerShape], int]) -> int:
+    return sum(count * max(map(size, kinds)) for kinds, count in _places(layers, pp, v))
+
+
+@cache
+def _blocks(layers: Layers, pp: int, v: int, split: _Split, shards: tuple[int, int]) -> tuple[int, int]:
+    """As `_elements`, of all blocks on a rank."""
+    local = _over_places(layers, pp, v, lambda layer: _elements(layer.weights, split, shards)[0])
+    return local, _over_places(layers, pp, v, lambda layer: _elements(layer.weights, split, shards)[1])
+
+
+# Residuals
+
+
+@cache
+def _chunk_kept(layers: Layers, stages: int, split: _Split, work: _Work) -> int:
+    """Bytes of a stash slot. It serves every chunk of a rank, so that all stages meet in its places."""
+    return _over_places(layers, stages, 1, lambda layer: _kept(layer, split, work))
+
+
+def _kept(layer: LayerShape, split: _Split, work: _Work) -> int:
+    """Bytes that `jax.vjp` of a layer leaves: its input; under "selective" and "none" the products of weights, but for
+    the last, which is only added; under "none" attention's output and its float32 log-sum-exp."""
+    T, D, e = work.tokens, work.width, work.element
+    kept = T * D // split.sequence * e
+    if work.remat == "full":
+        return kept
+    for weight in layer.weights:
+        if weight.decays and weight.axes[-1] != "embed":
+            visits = layer.experts_per_token if "experts" in weight.axes else 1
+            kept += visits * T * split.local(weight)[-1] * e
+        elif weight.decays and weight.axes[-2] != "ff":
+            kept += T * D // split.sequence * e
+    if work.remat == "none":
+        kept += T * layer.heads // split.tp * ((layer.value_head_size or layer.head_size) * e + 4)
+    return kept
+
+
+# Transients
+
+
+def _loss_phase(vocab_size: int, pp: int, split: _Split, work: _Work) -> int:
+    V = -(-vocab_size // (pp * split.tp))
+    return work.tokens * V * 4
