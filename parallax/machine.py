@@ -13,6 +13,20 @@ PRECISIONS = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """What of the figures on paper is reached, and what small things cost: see `parallax.plan.costs` for the model."""
+
+    matmul: float = key(MISSING, "share of the peak that large matrix products reach", above=0, at_most=1)
+    attention: float = key(MISSING, "share of the peak that fused attention reaches", above=0, at_most=1)
+    memory: float = key(MISSING, "share of the memory bandwidth that passes over memory reach", above=0, at_most=1)
+    link: float = key(MISSING, "share of a link's bandwidth that a collective reaches", above=0, at_most=1)
+    latency_inside_s: float = key(MISSING, "of a step of a collective inside a node", at_least=0)
+    latency_across_s: float = key(MISSING, "of a step of a collective between nodes", at_least=0)
+    kernel_s: float = key(MISSING, "start and tail of a kernel", at_least=0)
+    wave: float = key(MISSING, "elements of a product's output that half a wave of tiles covers", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """One kind of device and its network. Bandwidths are bytes a second of one device, in one direction."""
 
@@ -25,6 +39,7 @@ class Machine:
     link_across_bytes_per_s: float = key(MISSING, "to other nodes (TPU: of the same slice)", at_least=0)
     link_across_slices_bytes_per_s: float = key(0.0, "TPU: to other slices; 0 elsewhere", at_least=0)
     peak_flops: dict[str, float] = key(MISSING, "dense peak by precision; none for emulated devices")  # noqa: RUF009
+    efficiency: Efficiency | None = key(None, "for estimates; none for emulated devices")
     compile_target: dict[str, str] = key(MISSING, "kind, and the TPU topology or XLA's GPU target name")  # noqa: RUF009
 
 
@@ -39,8 +54,14 @@ def load_machine(choice: MeshChoice) -> Machine:
     if not choice.file and choice.name not in machine_names():
         use = suggest(choice.name, machine_names())
         raise ConfigError([f"mesh.name = {show(choice.name)} is not a machine of meshes/; use {use} or a mesh.file"])
-    machine, problems = build(Machine, read_toml(path), f"{path}: ")
-    lines = [*problems.values(), *(f"{path}: {problem}" for problem in _peak_problems(machine.peak_flops))]
+    table, unreached = read_toml(path), {}
+    if isinstance(table.get("efficiency"), dict):
+        table["efficiency"], unreached = build(Efficiency, table["efficiency"], f"{path}: efficiency.")
+    machine, problems = build(Machine, table, f"{path}: ")
+    lines = [*problems.values(), *unreached.values()]
+    lines += [f"{path}: {problem}" for problem in _peak_problems(machine.peak_flops)]
+    if machine.peak_flops and machine.efficiency is None and "efficiency" not in table:
+        lines.append(f"{path}: [efficiency] is missing; copy that of the nearest machine in meshes/")
     if lines:
         raise ConfigError(lines)
     return machine

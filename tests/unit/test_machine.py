@@ -87,3 +87,17 @@ def test_unknown_name():
     with pytest.raises(ConfigError) as caught:
         load_machine(MeshChoice(name="h100"))
     assert caught.value.problems[0].startswith('mesh.name = "h100" is not a machine of meshes/; use h100-sxm')
+
+
+def test_a_machine_with_a_peak_says_what_of_it_is_reached(tmp_path: Path):
+    text = (MESHES / "b200.toml").read_text()
+    start, stop = text.index("[efficiency]"), text.index("[compile_target]")
+    with pytest.raises(ConfigError) as error:
+        load_machine(own(tmp_path, text[start:stop], ""))
+    assert error.value.problems == [
+        f"{tmp_path}/mine.toml: [efficiency] is missing; copy that of the nearest machine in meshes/"
+    ]
+    with pytest.raises(ConfigError, match=r"mine.toml: efficiency.matmul = 75 must be .* at most 1; use 1 or less"):
+        load_machine(own(tmp_path, "matmul = 0.63", "matmul = 75"))
+    with pytest.raises(ConfigError, match=r"efficiency.matmull = 0.75 is not a known key; use .*efficiency.matmul"):
+        load_machine(own(tmp_path, "matmul = 0.63", "matmull = 0.75"))

@@ -1,0 +1,290 @@
+"""Measured training steps beside this project's prices of them: error and regret, by source. No jax."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallax.config import ConfigError, MeshChoice, Parallel, Train, either, show
+from parallax.machine import Machine, load_machine, machine_names
+from parallax.plan.costs import Costs
+from parallax.plan.layer import MEGATRON, MEGATRON_CORE, Software
+from parallax.plan.megatron import Switches, megatron_step
+from parallax.plan.shapes import gpt_shape
+from parallax.shape import ModelShape
+
+COLUMNS = (
+    *("source", "hardware", "recompute", "sequence_parallel", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab"),
+    *("glu", "seq", "gpus", "global_batch", "micro_batch", "tp", "pp", "vpp", "cp", "ep", "dp", "iteration_s"),
+)
+SIZES = ("layers", "hidden", "heads", "seq", "gpus", "global_batch", "tp", "pp")  # must be given
+VOCAB_SIZE = 51_200  # GPT-2's, padded as Megatron-LM pads it
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+LEAST_GROUP = 4  # rows of a group whose regret is counted
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured step, with what had to be assumed."""
+
+    line: int
+    source: str
+    hardware: str
+    shape: ModelShape
+    parallel: Parallel
+    train: Train
+    published_micro_batch: bool
+    published_chunks: bool
+    measured_s: float
+    assumed: tuple[str, ...]
+
+    @property
+    def devices(self) -> int:
+        return math.prod(getattr(self.parallel, axis) for axis in ("pp", "dp", "ep", "cp", "tp"))
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Rows of equal model, devices and batch: what one layout is chosen from."""
+        return self.source, self.hardware, self.shape, self.devices, self.train.seq_len, self.train.global_batch_size
+
+
+@dataclass(frozen=True)
+class Priced:
+    row: Row
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Of the measured time; positive where the price is too high."""
+        return self.predicted_s / self.row.measured_s - 1
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Raises ConfigError naming each line that is not a measured step."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            lines = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError([f"--measured {path}: {why}; give a CSV file of measured steps"]) from None
+    if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
+        raise ConfigError([f"--measured {path}: has no columns {', '.join(missing)}; use {', '.join(COLUMNS)}"])
+    if not lines:
+        raise ConfigError([f"--measured {path}: has no rows; give a line a measured step"])
+    rows, problems = [], []
+    for number, cells in enumerate(lines, start=2):
+        try:
+            rows.append(_row(number, {name: (cells[name] or "").strip() for name in COLUMNS}))
+        except ValueError as error:
+            problems.append(f"--measured {path}, line {number}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return rows
+
+
+def _row(line: int, cells: dict[str, str]) -> Row:
+    assumed: list[str] = []
+
+    def whole(name: str, default: int | None = None) -> int:
+        text = cells[name]
+        if not text and default is not None:
+            return default
+        if not text.isdigit() or int(text) < 1:
+            raise ValueError(f"{name} = {show(text)} must be an integer of at least 1")
+        return int(text)
+
+    def truth(name: str) -> bool:
+        if cells[name].lower() not in ("", "true", "false"):
+            raise ValueError(f"{name} = {show(cells[name])} must be True, False or empty")
+        return cells[name].lower() == "true"
+
+    if cells["hardware"] not in machine_names():
+        raise ValueError(
+            f"hardware = {show(cells['hardware'])} is not a machine of meshes/; use {either(machine_names())}"
+        )
+    sizes = {name: whole(name) for name in SIZES}
+    cp, ep = whole("cp", 1), whole("ep", 1)
+    dp = sizes["gpus"] // (sizes["tp"] * sizes["pp"] * cp * ep)
+    if dp * sizes["tp"] * sizes["pp"] * cp * ep != sizes["gpus"]:
+        raise ValueError(f"gpus = {sizes['gpus']} is not a multiple of tp x pp x cp x ep")
+    try:
+        measured_s = float(cells["iteration_s"])
+    except ValueError:
+        measured_s = math.nan
+    if not 0 < measured_s < math.inf:
+        raise ValueError(f"iteration_s = {show(cells['iteration_s'])} must be a number greater than 0")
+    if not cells["vocab"]:
+        assumed.append(f"vocabulary {VOCAB_SIZE:,}")
+    fused = _fused(cells["hardware"])
+    sequence_parallel = truth("sequence_parallel")
+    if not cells["sequence_parallel"] and sizes["tp"] > 1:
+        sequence_parallel = fused
+        assumed.append("sequence parallel" if fused else "no sequence parallelism")
+    shape = gpt_shape(
+        layers=sizes["layers"],
+        width=sizes["hidden"],
+        heads=sizes["heads"],
+        kv_heads=whole("kv_heads", sizes["heads"]),
+        ff=whole("ffn", 4 * sizes["hidden"]),
+        vocab_size=whole("vocab", VOCAB_SIZE),
+        glu=truth("glu"),
+        positions=sizes["seq"],
+    )
+    v = whole("vpp", 1)
+    parallel = Parallel(
+        dp=dp,
+        pp=sizes["pp"],
+        ep=ep,
+        cp=cp,
+        tp=sizes["tp"],
+        virtual_stages=v,
+        schedule="interleaved" if v > 1 else "1f1b",
+        sequence_parallel=sequence_parallel,
+        zero=1 if fused else 0,
+    )
+    remat = _recomputation(cells, sizes, assumed)
+    micro = whole("micro_batch", 1)
+    if sizes["global_batch"] % (dp * ep * micro):
+        raise ValueError(
+            f"global_batch = {sizes['global_batch']} is not a multiple of dp x micro_batch = {dp * ep * micro}"
+        )
+    if sizes["layers"] < sizes["pp"] * v:
+        raise ValueError(f"pp x vpp = {sizes['pp'] * v} is more than layers = {sizes['layers']}")
+    train = Train(
+        steps=1,
+        seq_len=sizes["seq"],
+        global_batch_size=sizes["global_batch"],
+        micro_batch_size=micro,
+        remat=remat,
+        precision="bfloat16",
+    )
+    if not cells["micro_batch"]:
+        assumed.append("the micro batch that is predicted fastest")
+    if not cells["vpp"] and sizes["pp"] > 1:
+        assumed.append("the virtual stages that are predicted fastest")
+    return Row(
+        line,
+        cells["source"],
+        cells["hardware"],
+        shape,
+        parallel,
+        train,
+        bool(cells["micro_batch"]),
+        bool(cells["vpp"]),
+        measured_s,
+        tuple(assumed),
+    )
+
+
+def _recomputation(cells: dict[str, str], sizes: dict[str, int], assumed: list[str]) -> Any:
+    """As published, or as a run of its kind would be: in one node without any, over several with all."""
+    said = cells["recompute"].lower()
+    if said.startswith("full"):
+        return "full"
+    if said.startswith("selective"):
+        return "selective"
+    if said.startswith("none") and "not stated" not in said:
+        return "none"
+    guess = "none" if sizes["gpus"] <= 8 or _fused(cells["hardware"]) else "full"
+    assumed.append(f"recomputation {guess}")
+    return guess
+
+
+def _fused(hardware: str) -> bool:
+    """Whether Megatron-LM of that chip's time is meant that has fused attention and overlaps its reductions."""
+    return not hardware.startswith("a100")
+
+
+def price(row: Row, machine: Machine, software: Software | None = None) -> float:
+    """Seconds of the step in Megatron-LM's scheme; where micro batch or virtual stages were not published, of the
+    fastest of them."""
+    fused = _fused(row.hardware)
+    software = software or (MEGATRON_CORE if fused else MEGATRON)
+    switches = Switches(reduces_fp32=fused, overlaps_dp=fused)
+    costs = Costs(machine, row.train.precision)
+    per_rank = row.train.global_batch_size // (row.parallel.dp * row.parallel.ep)
+    batches = [row.train.micro_batch_size]
+    if not row.published_micro_batch:
+        batches = [size for size in MICRO_BATCHES if per_rank % size == 0]
+    chunks = [row.parallel.virtual_stages]
+    if not row.published_chunks and row.parallel.pp > 1:
+        per_stage = len(row.shape.layers) // row.parallel.pp
+        chunks = [v for v in range(1, per_stage + 1) if per_stage % v == 0]
+    return min(
+        megatron_step(
+            costs,
+            software,
+            switches,
+            row.shape,
+            dataclasses.replace(row.parallel, virtual_stages=v),
+            dataclasses.replace(row.train, micro_batch_size=batch),
+        ).total
+        for batch in batches
+        for v in chunks
+    )
+
+
+def price_all(rows: Iterable[Row]) -> list[Priced]:
+    machines: dict[str, Machine] = {}
+    for row in rows:
+        machines.setdefault(row.hardware, load_machine(MeshChoice(name=row.hardware)))
+    return [Priced(row, price(row, machines[row.hardware])) for row in rows]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Errors are shares of the measured time; `regret` is how much slower the layout predicted fastest is than the
+    measured fastest, averaged over `groups` of equal model, devices and batch with at least four rows."""
+
+    rows: int
+    mean: float
+    median: float
+    worst: float
+    bias: float
+    groups: int
+    regret: float | None
+
+
+def score(priced: Sequence[Priced]) -> Score:
+    errors = [abs(p.error) for p in priced]
+    groups: dict[Any, list[Priced]] = defaultdict(list)
+    for p in priced:
+        groups[p.row.group].append(p)
+    regrets = [regret(group) for group in groups.values() if len(group) >= LEAST_GROUP]
+    return Score(
+        rows=len(priced),
+        mean=statistics.fmean(errors),
+        median=statistics.median(errors),
+        worst=max(errors),
+        bias=statistics.fmean(p.error for p in priced),
+        groups=len(regrets),
+        regret=statistics.fmean(regrets) if regrets else None,
+    )
+
+
+def regret(group: Sequence[Priced]) -> float:
+    picked = min(group, key=lambda p: p.predicted_s)
+    return picked.row.measured_s / min(p.row.measured_s for p in group) - 1
+
+
+def by_source(priced: Sequence[Priced]) -> dict[str, list[Priced]]:
+    sources: dict[str, list[Priced]] = defaultdict(list)
+    for p in priced:
+        sources[p.row.source].append(p)
+    return dict(sources)
+
+
+def calibration_half(rows: Sequence[Row]) -> list[Row]:
+    """Of single-node rows, every second group in order of layers, width, devices and batch: what constants were chosen
+    on. The other half is held out."""
+    key = lambda row: (len(row.shape.layers), row.shape.width, row.devices, row.train.global_batch_size)
+    chosen = set(sorted({key(row) for row in rows})[::2])
+    return [row for row in rows if key(row) in chosen]

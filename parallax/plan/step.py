@@ -1,0 +1,168 @@
+"""The time of a training step, item by item, of parallax's own program. No jax."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+from parallax.config import SCHEDULES, Parallel, Train
+from parallax.layout import Sizes, axis_sizes, kept_whole
+from parallax.plan.costs import Costs
+from parallax.plan.layer import NOTHING, PARALLAX, LayerTime, Work, layer_time
+from parallax.schedule.order import make_schedule
+from parallax.schedule.table import tick_table
+from parallax.shape import LayerShape, ModelShape
+from parallax.stages import Stages
+
+LOGIT_BYTES = 30  # float32 logits written, read for their maximum, turned into exponentials and summed, into gradients
+ROW_BYTES = 32  # of a row's element a microbatch: a dense gradient of the output and of the embedding, added in float32
+STATE_BYTES = 40  # a parameter of a shard: gradient twice, weight and moments read and written, new weight
+ITEMS = ("matmul", "attention", "memory_bound", "recompute", "tp", "cp", "ep", "pp", "vocabulary", "dp")
+ITEMS += ("bubble", "padding", "optimizer", "launch")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """`items` are the seconds of a step by kind; their sum is the step. `communication` has, by kind, seconds in all
+    and those of them that no other work hides (and which alone are in `items`)."""
+
+    items: dict[str, float]
+    communication: dict[str, tuple[float, float]]
+
+    @property
+    def total(self) -> float:
+        return sum(self.items.values())
+
+
+def microbatches(parallel: Parallel, train: Train) -> int:
+    return train.global_batch_size // (parallel.dp * parallel.ep * train.micro_batch_size)
+
+
+def device_sizes(parallel: Parallel, shape: ModelShape) -> Sizes:
+    return Sizes(axis_sizes(parallel), kept_whole(parallel, shape.layers[:1] + shape.layers[-1:]))
+
+
+def work_of(parallel: Parallel, train: Train, width: int) -> Work:
+    sequence_parallel = parallel.sequence_parallel and parallel.tp > 1
+    return Work(train.micro_batch_size, train.seq_len, width, train.remat, sequence_parallel, parallel.context)
+
+
+def own_step(costs: Costs, shape: ModelShape, parallel: Parallel, train: Train) -> StepTime:
+    """Every rank runs the same ticks in lock step, masked where it is idle: m·v + p - 1 forward and as many backward
+    phases (m + v·p - 1 where m < p), each as long as that of the fullest chunk (docs/pipeline.md). The vocabulary is
+    shared by all ranks; gradients are reduced, states updated and weights gathered once, after the last tick."""
+    pp, v, m = parallel.pp, parallel.virtual_stages, microbatches(parallel, train)
+    sizes, work = device_sizes(parallel, shape), work_of(parallel, train, shape.width)
+    kernel_s = costs.efficiency.kernel_s
+    times = {kind: layer_time(costs, PARALLAX, kind, sizes, work) for kind in count_kinds(shape.layers)}
+    fullest = max(
+        sum(count * _layer_s(times[kind], kernel_s) for kind, count in kinds) for kinds in chunks(shape.layers, pp, v)
+    )
+    real = NOTHING
+    again = NOTHING
+    for kind, count in count_kinds(shape.layers).items():
+        time = times[kind]
+        real += (time.forward + time.backward).times(count * m / pp)
+        again += time.again.times(count * m / pp)
+    useful = (real + again).seconds(kernel_s)
+
+    ticks = _ticks(parallel.schedule, pp, v, m)
+    n = work.batch * work.seq_len // parallel.cp
+    between = costs.item * n * shape.width / (parallel.tp if work.sequence_parallel else 1)
+    stride = parallel.dp * parallel.ep * parallel.cp * parallel.tp
+    sends = 2 * ticks * costs.send(between, costs.members_inside(pp, stride) == pp) if pp > 1 else 0.0
+    vocabulary, shared = _vocabulary(costs, shape, sizes, n, between, work.sequence_parallel)
+    dense, experts = local_elements(shape, sizes)
+    dp = _replicas(costs, parallel, dense, experts)
+    sharded = dense / sizes.replicas + experts / (parallel.dp * parallel.cp) if parallel.zero else dense + experts
+    items = {
+        "matmul": real.matmul,
+        "attention": real.attention,
+        "memory_bound": real.memory,
+        "recompute": again.matmul + again.attention + again.memory,
+        "tp": real.tp + again.tp,
+        "cp": real.cp + again.cp,
+        "ep": real.ep + again.ep,
+        "pp": sends,
+        "vocabulary": m * vocabulary,
+        "dp": dp,
+        "bubble": (ticks - m * v) * fullest,
+        "padding": m * v * fullest - useful,
+        "optimizer": costs.memory(STATE_BYTES * sharded + 8 * (dense + experts)),
+        "launch": (real.kernels + again.kernels) * kernel_s,
+    }
+    shown = {axis: (items[axis], items[axis]) for axis in ("tp", "cp", "ep", "pp", "dp")}
+    return StepTime(items, {**shown, "vocabulary": (m * shared, m * shared)})
+
+
+def _layer_s(time: LayerTime, kernel_s: float) -> float:
+    return (time.forward + time.backward + time.again).seconds(kernel_s)
+
+
+@cache
+def count_kinds(layers: tuple[LayerShape, ...]) -> Counter[LayerShape]:
+    return Counter(layers)
+
+
+@cache
+def chunks(layers: tuple[LayerShape, ...], pp: int, v: int) -> frozenset[tuple[tuple[LayerShape, int], ...]]:
+    """The layers of each stage, by kind; a place without a layer computes what the stage's first does."""
+    stages = Stages(len(layers), pp, v)
+    if len(count_kinds(layers)) == 1:
+        return frozenset({((layers[0], stages.room),)})
+    found, start = set(), 0
+    for stage in range(stages.count):
+        own = layers[start : start + stages.room - (stage >= stages.full)]
+        start += len(own)
+        found.add(tuple(Counter((*own, *own[:1] * (stages.room - len(own)))).items()))
+    return frozenset(found)
+
+
+def _ticks(schedule: str, pp: int, v: int, m: int) -> int:
+    """Of the forward phase, and of the backward."""
+    if schedule in SCHEDULES:
+        return m * v + pp - 1 if m >= pp else m + v * pp - 1
+    table = tick_table(make_schedule(schedule, pp, v, m))
+    return max(table.forward_ticks, table.backward_ticks)
+
+
+def _vocabulary(
+    costs: Costs, shape: ModelShape, sizes: Sizes, n: int, between: float, sequence_parallel: bool
+) -> tuple[float, float]:
+    """Seconds of a microbatch's embedding, logits, loss and their gradients on each rank; and of communication alone.
+
+    Over tp: the output's input is gathered twice and its gradient scattered, the embedding scattered and its gradient
+    gathered. Over pp: two activations and two gradients are handed to all ranks."""
+    D, rows = shape.width, -(-shape.vocab_size // (sizes.pp * sizes.tp))
+    products = costs.matmul(n, D, rows) + costs.matmul(n, rows, D) + costs.matmul(rows, n, D)
+    passes = costs.memory(LOGIT_BYTES * n * rows + ROW_BYTES * rows * D + 12 * between)
+    halves = 5 if sequence_parallel else 4
+    stride = sizes.replicas * sizes.tp
+    shared = halves * costs.gather(costs.item * n * D, sizes.tp, 1) + 4 * costs.all_reduce(between, sizes.pp, stride)
+    return products + passes + shared, shared
+
+
+@cache
+def _elements_of(layers: tuple[LayerShape, ...], experts: bool) -> int:
+    """Of all experts' weights, or of all others; matrices alone."""
+    return sum(
+        count * weight.size
+        for layer, count in count_kinds(layers).items()
+        for weight in layer.weights
+        if weight.decays and ("experts" in weight.axes) == experts
+    )
+
+
+def local_elements(shape: ModelShape, sizes: Sizes) -> tuple[float, float]:
+    """Weights on one device that all replicas share, and experts' (to the vectors, which tp may not split)."""
+    outer = sum(weight.size for weight in (*shape.embed, *shape.head)) / (sizes.pp * sizes.tp)
+    dense = _elements_of(shape.layers, False) / (sizes.pp * sizes.tp) + outer
+    return dense, _elements_of(shape.layers, True) / (sizes.pp * sizes.tp * sizes.ep)
+
+
+def _replicas(costs: Costs, parallel: Parallel, dense: float, experts: float) -> float:
+    """One reduction of float32 gradients, and with zero = 1 one gathering of the new weights."""
+    groups = ((dense, parallel.dp * parallel.ep * parallel.cp), (experts, parallel.dp * parallel.cp))
+    element = 4 + costs.item if parallel.zero else 8
+    return sum(costs.gather(element * count, ranks, parallel.tp) for count, ranks in groups if count)
