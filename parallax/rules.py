@@ -31,8 +31,6 @@ MAX_WEIGHT_RATIO = 1e6  # of two sources of a mixture
 def check_layout(config: RunConfig) -> Iterator[str]:
     """Rules between the run file's own keys."""
     parallel, train, optimizer = config.parallel, config.train, config.optimizer
-    if parallel.ep > 1:
-        yield f"parallel.ep = {parallel.ep}: expert parallelism is not built yet; use 1"
     v = parallel.virtual_stages
     if v > 1 and parallel.schedule in SCHEDULES and parallel.schedule != "interleaved":
         yield (
@@ -73,6 +71,25 @@ def check_layout(config: RunConfig) -> Iterator[str]:
             f"optimizer.warmup_steps = {optimizer.warmup_steps} must be at most train.steps = {train.steps}; "
             f"use {train.steps} or less"
         )
+
+
+def check_built(config: RunConfig) -> Iterator[str]:
+    """What can be priced and not yet trained."""
+    if config.parallel.ep > 1:
+        yield f"parallel.ep = {config.parallel.ep}: expert parallelism is not built yet; use 1"
+
+
+def check_experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Rules between expert parallelism and the model's experts."""
+    ep = config.parallel.ep
+    if ep == 1:
+        return
+    counts = sorted({layer.experts for layer in shape.layers if layer.experts})
+    if not counts:
+        yield f"parallel.ep = {ep} needs a model with experts, which {shape.name} has not; use 1"
+    for experts in counts:
+        if experts % ep:
+            yield f"parallel.ep = {ep} does not divide the model's {experts} experts; use {_nearest(ep, _divisors(experts))}"
 
 
 def check_schedule(config: RunConfig) -> Iterator[str]:

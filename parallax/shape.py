@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,6 +51,13 @@ class LayerShape:
     value_head_size: int = 0
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.heads, self.head_size, self.ff, self.experts, self.weights))
+
+    def __hash__(self) -> int:  # layers are keys of caches that a search looks into by the thousand
+        return self._hash
+
+    @cached_property
     def parameters(self) -> int:
         return sum(weight.size for weight in self.weights)
 
@@ -81,6 +89,11 @@ class ModelShape:
     head: tuple[Weight, ...]
     tied: bool
     max_positions: int = 0
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[LayerShape, int], ...]:
+        """The layers that differ, and how many there are of each."""
+        return tuple(Counter(self.layers).items())
 
     @cached_property
     def parameters(self) -> int:

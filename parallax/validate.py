@@ -14,6 +14,7 @@ from parallax.layout import AXES
 from parallax.machine import Machine, load_machine
 from parallax.model_files import load_model
 from parallax.rules import (
+    check_built,
     check_checkpoints,
     check_layout,
     check_log,
@@ -54,6 +55,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
         except ConfigError as error:
             problems += error.problems
     across = [
+        *check_built(config),
         *check_layout(config),
         *check_schedule(config),
         *check_sources(config.data),
@@ -82,6 +84,7 @@ def check(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:
         for problem in build(section, dataclasses.asdict(getattr(config, name)), f"{name}.")[1].values()
     ]
     return keys or [
+        *check_built(config),
         *check_layout(config),
         *check_schedule(config),
         *check_sources(config.data),

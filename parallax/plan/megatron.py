@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 from parallax.config import Parallel, Train
 from parallax.plan.costs import Costs

@@ -1,0 +1,292 @@
+"""Every layout of a model on a number of devices: legal, then in memory, then by time. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallax.config import Parallel, Train
+from parallax.layout import AXES
+from parallax.machine import Machine
+from parallax.plan.costs import Costs
+from parallax.plan.estimate import GIB, Job
+from parallax.plan.memory import own_memory
+from parallax.plan.step import own_step
+from parallax.shape import ModelShape
+
+HEADROOM = 0.08  # of the memory, left to the runtime, to fragments, and to what an estimate does not see
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+REMATS = ("none", "selective", "full")
+LEAST_CONTEXT = 1024  # tokens of a sequence that a context-parallel rank must hold
+MOST_TENSOR = 16  # where nodes do not bound it (TPU)
+MOST_STAGES_OF_A_RANK = 12
+NEAR = 0.005  # times this close are taken as equal, and the simpler layout is preferred
+
+
+@dataclass(frozen=True)
+class Request:
+    """`pins` fixes keys of [parallel] and [train] that the search would choose."""
+
+    shape: ModelShape
+    machine: Machine
+    devices: int
+    seq_len: int
+    global_batch_size: int
+    precision: str = "bfloat16"
+    headroom: float = HEADROOM
+    pins: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def budget_bytes(self) -> float:
+        """What a layout may use of a device's memory."""
+        return self.machine.hbm_bytes * (1 - self.headroom)
+
+    def allows(self, key: str, value: Any) -> bool:
+        return self.pins.get(key, value) == value
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, what its fullest stage holds, and what its step takes."""
+
+    parallel: Parallel
+    train: Train
+    memory_bytes: float
+    step_time_s: float
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self.parallel, axis) for axis in AXES)
+
+    @property
+    def complexity(self) -> tuple[int, int, int]:
+        """Fewer dimensions are simpler, then smaller ones but for dp, then fewer chunks."""
+        p = self.parallel
+        return sum(n > 1 for n in (p.pp, p.ep, p.cp, p.tp)), p.pp * p.ep * p.cp * p.tp, p.virtual_stages
+
+    def job(self, request: Request) -> Job:
+        return Job(request.shape, request.machine, self.parallel, self.train)
+
+
+@dataclass(frozen=True)
+class Found:
+    """`fitting` and `too_large` have every configuration that was priced, fastest and smallest first."""
+
+    request: Request
+    fitting: tuple[Candidate, ...]
+    too_large: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest; of those that are as fast, the simplest."""
+        if not self.fitting:
+            return None
+        as_fast = [c for c in self.fitting if c.step_time_s <= (1 + NEAR) * self.fitting[0].step_time_s]
+        return min(as_fast, key=lambda c: (c.complexity, c.step_time_s))
+
+    def layouts(self) -> list[Candidate]:
+        """The best configuration of each layout, the choice first."""
+        best: dict[tuple[int, ...], Candidate] = {}
+        if self.best:
+            best[self.best.sizes] = self.best
+        for candidate in self.fitting:
+            best.setdefault(candidate.sizes, candidate)
+        return list(best.values())
+
+    def nearest_infeasible(self) -> Candidate | None:
+        """Of those that do not fit and would be faster than the choice, the one that lacks least; else the smallest."""
+        faster = [c for c in self.too_large if self.best is None or c.step_time_s < self.best.step_time_s]
+        return next(iter(faster or self.too_large), None)
+
+
+def search(request: Request) -> Found:
+    """Prices every legal configuration whose states alone are not far too large."""
+    costs = Costs(request.machine, request.precision)
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
+    for parallel, train in configurations(request):
+        memory = sum(own_memory(request.shape, parallel, train)[0].values())
+        if memory > 2 * request.machine.hbm_bytes and fitting:
+            continue
+        time = own_step(costs, request.shape, parallel, train).total
+        chosen = fitting if memory <= request.budget_bytes else too_large
+        chosen.append(Candidate(parallel, train, memory, time))
+    fitting.sort(key=lambda c: (c.step_time_s, c.complexity, c.memory_bytes))
+    too_large.sort(key=lambda c: (c.memory_bytes, c.step_time_s))
+    return Found(request, tuple(fitting), tuple(too_large))
+
+
+# What is legal
+
+
+def configurations(request: Request) -> Iterator[tuple[Parallel, Train]]:
+    for pp, dp, ep, cp, tp in layouts(request):
+        for micro in micro_batches(request, dp * ep):
+            for v in chunk_counts(request, pp):
+                for remat in filter(lambda remat: request.allows("remat", remat), REMATS):
+                    for context in contexts(request, cp):
+                        yield (
+                            _parallel(request, pp, dp, ep, cp, tp, v, context),
+                            _train(request, micro, remat),
+                        )
+
+
+def _parallel(request: Request, pp: int, dp: int, ep: int, cp: int, tp: int, v: int, context: str) -> Parallel:
+    pins = request.pins
+    return Parallel(
+        dp=dp,
+        pp=pp,
+        ep=ep,
+        cp=cp,
+        tp=tp,
+        virtual_stages=v,
+        schedule=pins.get("schedule", "interleaved" if v > 1 else "1f1b"),
+        sequence_parallel=pins.get("sequence_parallel", True),
+        zero=pins.get("zero", 1),
+        context=context,  # type: ignore[arg-type]
+    )
+
+
+def _train(request: Request, micro: int, remat: str) -> Train:
+    return Train(
+        steps=1,
+        seq_len=request.seq_len,
+        global_batch_size=request.global_batch_size,
+        micro_batch_size=micro,
+        remat=remat,  # type: ignore[arg-type]
+        precision=request.precision,  # type: ignore[arg-type]
+    )
+
+
+def layouts(request: Request) -> Iterator[tuple[int, int, int, int, int]]:
+    """(pp, dp, ep, cp, tp) whose product is the devices and that the model, the machine and the batch allow."""
+    for tp in tensor_sizes(request):
+        for cp in context_sizes(request, tp):
+            rest, left = divmod(request.devices, tp * cp)
+            for ep in expert_sizes(request) if not left else ():
+                for pp in divisors(rest):
+                    dp, left = divmod(rest, pp * ep)
+                    legal = not left and pp <= len(request.shape.layers) and request.global_batch_size % (dp * ep) == 0
+                    if legal and request.allows("pp", pp) and request.allows("dp", dp):
+                        yield pp, dp, ep, cp, tp
+
+
+def tensor_sizes(request: Request) -> list[int]:
+    """Sizes that divide heads and feed-forward width, divide or are divided by key/value heads, and stay in a node."""
+    kinds = set(request.shape.layers)
+    most = request.machine.devices_per_node if request.machine.platform == "gpu" else MOST_TENSOR
+    sizes = divisors(math.gcd(*(size for kind in kinds for size in (kind.heads, kind.ff))))
+    return [
+        tp
+        for tp in sizes
+        if tp <= min(most, request.devices)
+        and request.devices % tp == 0
+        and (request.machine.platform != "gpu" or most % tp == 0)
+        and not any(kind.kv_heads % tp and tp % kind.kv_heads for kind in kinds)
+        and (request.seq_len % tp == 0 or request.pins.get("sequence_parallel") is False)
+        and request.allows("tp", tp)
+    ]
+
+
+def context_sizes(request: Request, tp: int) -> list[int]:
+    """Powers of two, each rank with two chunks of the sequence and tokens enough to work on."""
+    split = tp if request.pins.get("sequence_parallel", True) else 1
+    sizes = [1, *(2**i for i in range(1, 11))]
+    if "cp" in request.pins:
+        sizes = [request.pins["cp"]]
+    return [
+        cp
+        for cp in sizes
+        if cp == 1
+        or (
+            request.seq_len % math.lcm(2 * cp, split * cp) == 0
+            and (request.seq_len // cp >= LEAST_CONTEXT or "cp" in request.pins)
+        )
+    ]
+
+
+def expert_sizes(request: Request) -> list[int]:
+    counts = {kind.experts for kind in request.shape.layers if kind.experts}
+    sizes = divisors(math.gcd(*counts)) if counts else [1]
+    return [ep for ep in sizes if request.allows("ep", ep)]
+
+
+def micro_batches(request: Request, ranks: int) -> list[int]:
+    share = request.global_batch_size // ranks
+    if "micro_batch_size" in request.pins:
+        micro = request.pins["micro_batch_size"]
+        return [micro] if share % micro == 0 else []
+    return [micro for micro in MICRO_BATCHES if share % micro == 0]
+
+
+def chunk_counts(request: Request, pp: int) -> list[int]:
+    """Chunks of a rank: those that leave no more places without a layer than one chunk does, at most a few."""
+    if "virtual_stages" in request.pins:
+        v = request.pins["virtual_stages"]
+        return [v] if v == 1 or (pp > 1 and pp * v <= len(request.shape.layers)) else []
+    if pp == 1 or request.pins.get("schedule", "interleaved") != "interleaved":
+        return [1]
+    layers = len(request.shape.layers)
+    places = -(-layers // pp)
+    return [v for v in range(1, min(places, MOST_STAGES_OF_A_RANK) + 1) if -(-layers // (pp * v)) * v == places]
+
+
+def contexts(request: Request, cp: int) -> tuple[str, ...]:
+    if cp == 1:
+        return ("ring",)
+    return tuple(how for how in ("ring", "all_gather") if request.allows("context", how))
+
+
+def divisors(n: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
+
+
+# The other way round
+
+
+def device_counts(machine: Machine, least: int = 1, most: int = 32_768) -> Iterator[int]:
+    """Parts of a node, then nodes by steps of at most a half: 1, 2, 3, 4, 6, 8, 12, ..."""
+    node = machine.devices_per_node
+    yield from (count for count in divisors(node) if least <= count <= most)
+    nodes = 2
+    while nodes * node <= most:
+        for count in (nodes * node, nodes * node * 3 // 2):
+            if least <= count <= most and count > node:
+                yield count
+        nodes *= 2
+
+
+def smallest_that_fits(request: Request, most: int = 32_768) -> Found | None:
+    """The fewest devices of `device_counts` on which some layout fits."""
+    states = 6 * request.shape.parameters / request.budget_bytes  # weights and gradients are never shared by dp
+    for count in device_counts(request.machine, max(1, math.floor(states)), most):
+        found = search(dataclasses.replace(request, devices=count))
+        if found.fitting:
+            return found
+    return None
+
+
+def smallest_that_is_fast(request: Request, tokens: float, days: float, most: int = 32_768) -> Found | None:
+    """The fewest devices that train on so many tokens in so many days."""
+    flops = tokens * request.shape.train_flops_per_token(request.seq_len)
+    least = flops / (days * 86_400 * request.machine.peak_flops[request.precision])
+    for count in device_counts(request.machine, max(1, math.floor(least)), most):
+        found = search(dataclasses.replace(request, devices=count))
+        if found.best and training_days(found, tokens) <= days:
+            return found
+    return None
+
+
+def training_days(found: Found, tokens: float) -> float:
+    assert found.best is not None
+    per_step = found.request.global_batch_size * found.request.seq_len
+    return tokens / per_step * found.best.step_time_s / 86_400
+
+
+def lacking_gib(request: Request, candidate: Candidate) -> float:
+    """GiB by which a configuration is over the budget; negative where it is under."""
+    return (candidate.memory_bytes - request.budget_bytes) / GIB
