@@ -24,7 +24,7 @@ LAYERS = (
     ("start",),
     ("program",),
     ("checkpoint_io",),
-    ("checkpoint_command", "data", "metrics", "optimizer"),
+    ("checkpoint_command", "data", "metrics", "optimizer", "translate"),
     ("checkpoint",),
     ("pipeline",),
     ("mesh", "model"),
@@ -39,7 +39,8 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
     *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "machine"),
-    *("rules", "schedule", "shape", "signals", "stages", "text", "validate", "version"),
+    *("rules", "schedule", "shape", "signals", "stages", "text", "translate", "validate"),
+    "version",
 )
 
 
