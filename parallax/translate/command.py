@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if translation.run_toml is None:
         if not args.json:
             raise ConfigError(list(translation.refused.values()))
+        for line in translation.refused.values():
+            print(f"error: {line}", file=sys.stderr)
         return 2
     if args.output:
         _write_whole(Path(args.output), translation.run_toml)

@@ -135,20 +135,20 @@ def _values(
         flag = known.get(name) if word.startswith("--") else None
         at = at + 1 if equals else end
         if flag is None:
-            refused[word] = f"{brief(word)} is not a known flag of {of}; {_closest(word, known)}"
+            refused[word] = f"{_bare(word)} is not a known flag of {of}; {_closest(word, known)}"
             continue
         few = {"nothing": 0, "words": len(values)}.get(flag.takes, 1)
         if equals and flag.takes == "nothing":
             refused[word] = f"{word} takes no value; leave {brief(f'={text}')} out"
             continue
         for extra in values[few:]:
-            refused[extra] = f"{brief(extra)} after {word} belongs to no flag; leave it out, or put quotes around it"
+            refused[extra] = f"{_bare(extra)} after {word} belongs to no flag; leave it out, or put quotes around it"
         try:
             value = _typed(flag, values[:few])
         except ValueError as error:
             refused[word] = f"{' '.join([word, *values[:few]])}: {error}"
             continue
-        if name in found:
+        if name in found and flag.takes != "nothing":
             before = found[name]
             ignored[_spelled(*before)] = f"{word} comes again later, and the last one counts"
         found[name] = word, value
@@ -181,6 +181,11 @@ def _typed(flag: Flag, values: list[str]) -> Any:
     if not math.isfinite(number) or abs(number) > 1e18:
         raise ValueError(f"it takes {flag.takes} of usual size; use for example {usual}")
     return number
+
+
+def _bare(word: str) -> str:
+    """As a message begins with it: shortened where it is long."""
+    return brief(word)[1:-1]
 
 
 def _spelled(word: str, value: Any) -> str:

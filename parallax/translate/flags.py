@@ -105,7 +105,7 @@ MAPPED = (
     _mapped("log-interval", default=100),
 )
 
-# By reason. `name` takes nothing, `name=` a value, `name=1` a value of which this one changes nothing, `name=*` several.
+# By reason. `name` takes nothing, `name=` a value, `name=1` a value of which this one changes nothing, `name=*` more.
 IGNORED = {
     "parallax logs loss, gradient norm, throughput and MFU of every step by itself": """
         log-params-norm log-num-zeros-in-grad log-throughput log-progress log-energy log-straggler timing-log-level=
@@ -132,8 +132,8 @@ IGNORED = {
     "memory and start-up of PyTorch; XLA plans memory": """
         manual-gc manual-gc-interval= no-manual-gc-eval empty-unused-memory-level= use-cpu-initialization
         data-parallel-random-init no-clone-scatter-output-in-embedding no-create-attention-mask-in-dataloader
-        lazy-mpu-init= init-model-with-meta-device distribute-saved-activations train-sync-interval= local-rank= no-pin-cpu-grads
-        no-pin-cpu-params no-initialization""",
+        lazy-mpu-init= init-model-with-meta-device distribute-saved-activations train-sync-interval= local-rank=
+        no-pin-cpu-grads no-pin-cpu-params no-initialization""",
     "communication of PyTorch; XLA schedules its own": """
         overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step no-align-grad-reduce
         no-align-param-gather ddp-num-buckets= ddp-bucket-size= ddp-pad-buckets-for-high-nccl-busbw

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallax.batch_size import batch_size
+from parallax.batch_size import samples_after
 from parallax.config import SECTIONS, Train, keys_of, show
 from parallax.translate.command_line import CommandLine
 from parallax.translate.refusals import virtual_stages
@@ -123,6 +124,9 @@ def map_training(draft: Draft) -> None:
         steps = steps or DEFAULT_STEPS
         draft.set("train.steps", steps, "train-iters", default=CHOSEN)
     _remat(draft)
+    for name in ("attention-dropout", "hidden-dropout"):
+        if name not in line.given:
+            draft.deviations.append(f"no --{name}: 0.1 by default in Megatron-LM; parallax has no dropout")
     if line.get("fp16"):
         draft.set("train.precision", "bfloat16", "fp16")
         draft.deviations.append("--fp16: parallax has no float16; weights and activations are bfloat16")
@@ -142,11 +146,10 @@ def map_training(draft: Draft) -> None:
 def _steps(samples: int, full: int, ramp: Sequence[int]) -> int:
     """Whole batches in `samples`, of a batch size that may grow."""
     train = Train(steps=1, seq_len=1, global_batch_size=full, rampup_batch_size=tuple(ramp))
-    steps = seen = 0
     if len(ramp) == 3 and min(ramp) > 0 and ramp[0] < full and (full - ramp[0]) % ramp[1] == 0:
-        while (size := batch_size(train, seen)) != full and seen + size <= samples:
-            steps, seen = steps + 1, seen + size
-    return steps + (samples - seen) // full
+        steps = range(samples // ramp[0] + 1)
+        return bisect_right(steps, samples, key=lambda n: samples_after(train, 0, n)) - 1
+    return samples // full
 
 
 def _remat(draft: Draft) -> None:

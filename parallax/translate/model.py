@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from parallax.config import ConfigError, Model
+from parallax.config import Model
 from parallax.model_files import load_model
 from parallax.translate.mapping import CHOSEN, OF_MEGATRON, Draft
 
@@ -38,7 +38,7 @@ Sizes = dict[str, tuple[Any, tuple[str, ...], str]]  # by field of Config: its v
 def map_model(draft: Draft) -> None:
     """Refuses what neither file computes. Imports a model file, and jax with it."""
     family = _family(draft)
-    if family is None or draft.refused:
+    if family is None:
         return
     sizes = _llama(draft) if family == "llama" else _gpt(draft)
     if draft.refused:
@@ -48,13 +48,15 @@ def map_model(draft: Draft) -> None:
     if preset := _equal_preset(presets, sizes, vocabulary):
         _use_preset(draft, preset, sizes, vocabulary)
         return
+    if vocabulary.size is None:
+        draft.use("model.vocab_size", "make-vocab-size-divisible-by")
     size = vocabulary.size or _padded(draft, GPT2)
     sizes = {"vocab_size": (size, vocabulary.flags, vocabulary.default), **sizes}
-    values = {name: value for name, (value, _, _) in sizes.items()}
     try:
-        name = _nearest_preset(presets, values)
+        name = _nearest_preset(presets, {name: value for name, (value, _, _) in sizes.items()})
     except ValueError as error:
-        raise ConfigError([f"the sizes do not make a model: {error}"]) from None
+        draft.refuse(f"model.{error}")
+        return
     draft.keys["model.name"] = name, "the preset nearest in size; its own sizes are replaced"
     for field, (value, flags, default) in sizes.items():
         draft.set(f"model.{field}", value, *flags, default=default)
@@ -86,15 +88,14 @@ def _family(draft: Draft) -> str | None:
     if rotary:
         against = [word for word in against if not word.startswith("--position")]
     if len(lacks) > 1 or against:
-        given = ", ".join(flag for feature, flag in LLAMA.items() if has[feature])
-        use = f"add {' and '.join(LLAMA[feature] for feature in lacks)} for models/llama.py"
-        rule = f"neither models/llama.py nor models/gpt.py computes {given} with {', '.join(against) or 'the defaults'}"
-        draft.refuse(
-            "swiglu" if has["SwiGLU"] else LLAMA[next(f for f in has if has[f])].split()[0][2:], f"{rule}; {use}"
-        )
+        given = " ".join(flag for feature, flag in LLAMA.items() if has[feature])
+        rule = f"with {' '.join(against) or 'the defaults'} is in no file of models/"
+        add = f"add {' '.join(LLAMA[feature] for feature in lacks)} for models/llama.py"
+        draft.refuse(f"{given} {rule}; {add}, or leave {given} out for models/gpt.py")
         return None
     for feature in lacks:
-        draft.deviations.append(f"without {LLAMA[feature]} Megatron-LM has it otherwise; models/llama.py has {feature}")
+        what = "Megatron-LM's default differs"
+        draft.deviations.append(f"no {LLAMA[feature]}: {what}; models/llama.py has {feature}")
     if "add-qkv-bias" in line.given and has["no biases"]:
         draft.refuse("--add-qkv-bias: models/llama.py has no biases; leave it out")
     _mark_family(draft, "models/llama.py")
@@ -212,7 +213,7 @@ def _vocabulary(draft: Draft) -> Vocabulary:
     if given is None:
         draft.ignore("tokenizer-type", "how many tokens it has does not follow from its name")
         padding = f"padded to a multiple of {unit} x --tensor-model-parallel-size"
-        return Vocabulary(None, (), flags, f"{CHOSEN}: GPT-2's {GPT2:,}, {padding}")
+        return Vocabulary(None, (), flags[:1], f"{CHOSEN}: GPT-2's {GPT2:,}, {padding}")
     if kind == "NullTokenizer":  # it adds a token that ends documents
         return Vocabulary(_padded(draft, given + 1), (_padded(draft, given + 1), given), (*flags, "tokenizer-type"), "")
     draft.ignore("tokenizer-type", "--vocab-size says the size")
@@ -241,7 +242,9 @@ def _use_preset(draft: Draft, preset: Any, sizes: Sizes, vocabulary: Vocabulary)
         draft.use("model.name", *names)
         if not set(names) & draft.line.given.keys():
             draft.defaults[f"--{names[0]}"] = f"{field} = {value}, as {preset.name} has it; {default}"
-    if size is not None and size != preset.vocab_size:
+    if size is None:
+        draft.ignore("make-vocab-size-divisible-by", "parallax pads the vocabulary by itself")
+    elif size != preset.vocab_size:
         what = f"Megatron-LM pads the vocabulary of {preset.vocab_size:,} to {size:,}"
         draft.deviations.append(f"{what}; parallax pads by itself, outside of the softmax")
 

@@ -91,7 +91,7 @@ def _nodes(line: CommandLine) -> str:
         if len(works) == 2:
             break
     if not works:
-        return f"--nnodes {step} with another --global-batch-size"
+        return f"--nnodes {step} with a --global-batch-size that {step * per_node // held * micro} divides"
     ranks = either(str(nodes * per_node // held) for nodes in works)
     return f"--nnodes {either(map(str, works))} (data parallel {ranks})"
 
