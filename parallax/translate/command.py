@@ -86,13 +86,19 @@ def _output_problems(output: str | None) -> list[str]:
 
 
 def _summary(translation: Translation) -> str:
-    """Every flag, a line each, and every default and deviation."""
+    """Every flag, those of one key or one reason in a line, and every default and deviation."""
+    mapped = {flag: ", ".join(keys) for flag, keys in translation.mapped.items()}
     rows = [["devices", str(translation.devices)]]
-    rows += [["mapped", f"{flag} → {', '.join(keys)}"] for flag, keys in translation.mapped.items()]
+    rows += [["mapped", f"{flags} → {keys}"] for keys, flags in _by_value(mapped).items()]
     rows += [["default", f"no {flag}: {what}"] for flag, what in translation.defaults.items()]
-    rows += [["ignored", f"{flag}: {reason}"] for flag, reason in translation.ignored.items()]
+    rows += [["ignored", f"{flags}: {reason}"] for reason, flags in _by_value(translation.ignored).items()]
     rows += [["deviates", what] for what in translation.deviations]
     return columns(rows)
+
+
+def _by_value(table: dict[str, str]) -> dict[str, str]:
+    """The names of each value, joined."""
+    return {value: ", ".join(name for name in table if table[name] == value) for value in table.values()}
 
 
 def _write_whole(path: Path, text: str) -> None:

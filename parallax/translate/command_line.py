@@ -75,7 +75,7 @@ def parse(words: Sequence[str]) -> CommandLine:
         if outcome == "refused":
             refused[word] = f"{_spelled(word, value)}: {flag.reason}"
             continue
-        ignored[word] = f"{flag.neutral} is as it is in parallax" if outcome != flag.outcome else flag.reason
+        ignored[word] = f"{flag.neutral} changes nothing here" if outcome != flag.outcome else flag.reason
         if outcome == "deviates":
             deviations[word] = f"{_spelled(word, value)}: {flag.reason}"
         given[name] = value

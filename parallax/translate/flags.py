@@ -100,6 +100,7 @@ MAPPED = (
     _mapped("tokenizer-model", "a word"),
     _mapped("reset-attention-mask", "nothing", False),
     _mapped("save", "a word"),
+    _mapped("load", "a word"),
     _mapped("save-interval"),
     _mapped("save-retain-interval"),
     _mapped("log-interval", default=100),
@@ -216,7 +217,7 @@ DEVIATES = {
     "parallax draws weights with a standard deviation of 0.02, less at the end of a branch": """
         init-method-std=0.02 embedding-init-method-std=0.02 init-method-xavier-uniform""",
     "weights of Megatron-LM are not read; the run begins with new ones": """
-        load= pretrained-checkpoint= finetune ckpt-step= no-load-optim no-load-rng load-main-params-from-ckpt""",
+        pretrained-checkpoint= finetune ckpt-step= no-load-optim no-load-rng load-main-params-from-ckpt""",
     "parallax has no float8 or float4; products are bfloat16": "fp8-format= fp4-format=",
     "parallax reduces and keeps these in float32": """
         grad-reduce-in-bf16 main-params-dtype=fp32 exp-avg-dtype=fp32 exp-avg-sq-dtype=fp32 fp16-lm-cross-entropy""",

@@ -279,4 +279,9 @@ def map_files(draft: Draft) -> None:
     else:
         draft.ignore("save-retain-interval", "nothing is saved at intervals")
     draft.set("log.dir", line.get("save") or "runs/translated", "save", default=CHOSEN)
+    if line.get("load") == line.get("save"):
+        draft.ignore("load", "`parallax train --resume` goes on from log.dir")
+    else:
+        what = "weights of Megatron-LM are not read; the run begins with new ones"
+        draft.ignore("load", what, f"--load {line.get('load')}: {what}")
     draft.set("log.every", line.get("log-interval"), "log-interval")

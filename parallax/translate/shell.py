@@ -52,6 +52,9 @@ _ARITHMETIC = {
 }
 
 
+_PRINT = "put echo before the command, run the script, and give what it prints"
+
+
 class _Unresolved(Exception):
     """What a part of the script is cannot be known here. The message is one line."""
 
@@ -78,7 +81,7 @@ def training_command(
         if _trains(words):
             if depth:
                 where = f"{brief(' '.join(words[:2]))} ... stands inside of a condition or a loop"
-                raise ConfigError([f"{where}, which is not followed; give the command alone"])
+                raise ConfigError([f"{where}, which is not followed; {_PRINT}"])
             commands.append(words)
         depth = max(depth - (first in _CLOSERS), 0)
         conditional = end in ("&&", "||") and (first in _TESTS or conditional)
@@ -126,7 +129,7 @@ def _run(statement: str, variables: dict[str, Value | _Unresolved], conditional:
     """The words of a command; none of an assignment, which is made. Raises ValueError where a quote is open."""
     if conditional:
         for name in re.findall(r"(?:^|\s)([A-Za-z_]\w*)\+?=", statement):
-            variables[name] = _Unresolved(f"${name} is set under a condition, which is not followed; {_give(name)}")
+            variables[name] = _Unresolved(f"${name} is set under a condition, which is not followed; {_PRINT}")
     elif array := _ARRAY.fullmatch(statement):
         name, more, _ = array.groups()
         try:

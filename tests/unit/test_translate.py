@@ -494,6 +494,11 @@ def test_torchrun_options_are_ignored_by_reason(tmp_path: Path):
     assert {word.partition("=")[0] for word in words} <= found.ignored.keys()
 
 
+def test_load_of_what_is_saved_is_going_on(tmp_path: Path):
+    found, _ = translated(GPT + "--save runs/a --save-interval 5 --load runs/a", tmp_path)
+    assert "--resume" in found.ignored["--load"] and not [what for what in found.deviations if "--load" in what]
+
+
 def test_repeated_flags_are_said(tmp_path: Path):
     found, _ = translated(GPT + "--lr 5e-5", tmp_path)
     assert found.ignored["--lr 0.0001"] == "--lr comes again later, and the last one counts"
