@@ -19,7 +19,7 @@ from parallax.translate.command_line import CommandLine
 from parallax.translate.refusals import virtual_stages
 
 OF_MEGATRON = "default of Megatron-LM"
-CHOSEN = "not given; chosen here"
+CHOSEN = "chosen by translate"
 DEFAULT_STEPS = 1000
 
 
@@ -222,7 +222,7 @@ def map_data(draft: Draft, folder: str) -> None:
     if line.get("mock-data") and words:
         draft.refuse("--mock-data and --data-path exclude each other; use one of them")
     elif not words:
-        draft.set("data.source", "synthetic", "mock-data", "data-path", default=CHOSEN)
+        draft.set("data.source", "synthetic", "data-path", "mock-data", default=CHOSEN)
     elif len(words) == 1:
         draft.set("data.source", place(words[0]), "data-path")
     elif len(words) % 2 == 0 and None not in weights:

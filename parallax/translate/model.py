@@ -7,20 +7,33 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from parallax.config import Model
+from parallax.config import Model, show
 from parallax.model_files import load_model
 from parallax.translate.mapping import CHOSEN, OF_MEGATRON, Draft
 
-# What a flag must say for models/llama.py, and otherwise for models/gpt.py.
+# By flag, what models/llama.py has; without any of them the model is that of models/gpt.py.
 LLAMA = {
-    "rotary positions": "--position-embedding-type rope",
-    "RMSNorm": "--normalization RMSNorm",
-    "SwiGLU": "--swiglu",
-    "no biases": "--disable-bias-linear",
+    "--position-embedding-type rope": "rotary positions",
+    "--normalization RMSNorm": "RMSNorm",
+    "--swiglu": "SwiGLU",
+    "--disable-bias-linear": "no biases",
+}
+GPT = {
+    "--position-embedding-type": "learned positions",
+    "--normalization": "LayerNorm",
+    "--swiglu": "GELU",
+    "--disable-bias-linear": "biases",
 }
 VOCABULARIES = {"GPT2BPETokenizer": 50_257, "Llama2Tokenizer": 32_000}
 GPT2 = VOCABULARIES["GPT2BPETokenizer"]
-SIZE_FLAGS = ("num-layers", "hidden-size", "num-attention-heads")
+
+
+class Size(NamedTuple):
+    """A field of the model's Config, and where it comes from: flags, or a default where none of them was given."""
+
+    value: Any
+    flags: tuple[str, ...]
+    default: str = OF_MEGATRON
 
 
 class Vocabulary(NamedTuple):
@@ -29,10 +42,7 @@ class Vocabulary(NamedTuple):
     size: int | None
     presets: tuple[int, ...]
     flags: tuple[str, ...]
-    default: str
-
-
-Sizes = dict[str, tuple[Any, tuple[str, ...], str]]  # by field of Config: its value, its flags, whose default it is
+    default: str = OF_MEGATRON
 
 
 def map_model(draft: Draft) -> None:
@@ -45,83 +55,64 @@ def map_model(draft: Draft) -> None:
         return
     presets = load_model(Model(name="llama3-8b" if family == "llama" else "gpt3-175b"))[0].PRESETS
     vocabulary = _vocabulary(draft)
-    if preset := _equal_preset(presets, sizes, vocabulary):
-        _use_preset(draft, preset, sizes, vocabulary)
-        return
-    if vocabulary.size is None:
-        draft.use("model.vocab_size", "make-vocab-size-divisible-by")
-    size = vocabulary.size or _padded(draft, GPT2)
-    sizes = {"vocab_size": (size, vocabulary.flags, vocabulary.default), **sizes}
     try:
-        name = _nearest_preset(presets, {name: value for name, (value, _, _) in sizes.items()})
+        if preset := _equal_preset(presets, sizes, vocabulary):
+            _use_preset(draft, preset, sizes, vocabulary)
+            return
+        size = Size(vocabulary.size or _padded(draft, GPT2), vocabulary.flags, vocabulary.default)
+        sizes = {"vocab_size": size, **sizes}
+        name = _nearest_preset(presets, sizes)
     except ValueError as error:
         draft.refuse(f"model.{error}")
         return
+    if vocabulary.size is None:
+        draft.use("model.vocab_size", "make-vocab-size-divisible-by")
     draft.keys["model.name"] = name, "the preset nearest in size; its own sizes are replaced"
-    for field, (value, flags, default) in sizes.items():
-        draft.set(f"model.{field}", value, *flags, default=default)
+    for field, size in sizes.items():
+        draft.set(f"model.{field}", size.value, *size.flags, default=size.default)
 
 
 def _family(draft: Draft) -> str | None:
     """`llama` or `gpt`. One default that does not go with the other flags is a deviation; more, or a flag that
     contradicts them, is refused."""
     line = draft.line
-    rotary = line.get("use-rotary-position-embeddings") or line.get("position-embedding-type") == "rope"
-    has = dict(
-        zip(
-            LLAMA,
-            (rotary, line.get("normalization") == "RMSNorm", line.get("swiglu"), line.get("disable-bias-linear")),
-            strict=True,
-        )
-    )
-    positions = line.get("position-embedding-type")
+    positions, norm = line.get("position-embedding-type"), line.get("normalization")
+    rotary = line.get("use-rotary-position-embeddings") or positions == "rope"
     if positions not in ("rope", "learned_absolute") and not rotary:
         rule = "models/ has rotary and learned positions; use rope or learned_absolute"
         draft.refuse(f"--position-embedding-type {positions}: {rule}")
         return None
-    lacks = [feature for feature, yes in has.items() if not yes]
-    if len(lacks) == len(has):
-        _mark_family(draft, "models/gpt.py")
+    has = (rotary, norm == "RMSNorm", line.get("swiglu"), line.get("disable-bias-linear"))
+    given = [flag for flag, yes in zip(LLAMA, has, strict=True) if yes]
+    lacks = [flag for flag in LLAMA if flag not in given]
+    draft.use("model.name", "position-embedding-type", "use-rotary-position-embeddings", "normalization")
+    draft.use("model.name", "swiglu", "disable-bias-linear")
+    draft.ignore("add-qkv-bias", "every product has a bias")
+    if not given:
+        for flag, what in GPT.items():
+            if flag[2:] not in line.given:
+                draft.defaults[flag] = f"{what}, as in models/gpt.py; {OF_MEGATRON}"
         return "gpt"
-    against = [name for name in ("position-embedding-type", "normalization") if name in line.given]
-    against = [f"--{name} {line.get(name)}" for name in against if line.get(name) in ("learned_absolute", "LayerNorm")]
-    if rotary:
-        against = [word for word in against if not word.startswith("--position")]
+    against = ["--position-embedding-type learned_absolute"] * ("position-embedding-type" in line.given and not rotary)
+    against += ["--normalization LayerNorm"] * ("normalization" in line.given and norm == "LayerNorm")
     if len(lacks) > 1 or against:
-        given = " ".join(flag for feature, flag in LLAMA.items() if has[feature])
         rule = f"with {' '.join(against) or 'the defaults'} is in no file of models/"
-        add = f"add {' '.join(LLAMA[feature] for feature in lacks)} for models/llama.py"
-        draft.refuse(f"{given} {rule}; {add}, or leave {given} out for models/gpt.py")
+        use = f"add {' '.join(lacks)} for models/llama.py, or leave {' '.join(given)} out for models/gpt.py"
+        draft.refuse(f"{' '.join(given)} {rule}; {use}")
         return None
-    for feature in lacks:
-        what = "Megatron-LM's default differs"
-        draft.deviations.append(f"no {LLAMA[feature]}: {what}; models/llama.py has {feature}")
-    if "add-qkv-bias" in line.given and has["no biases"]:
+    for flag in lacks:
+        draft.deviations.append(f"no {flag}: Megatron-LM's default differs; models/llama.py has {LLAMA[flag]}")
+    if "add-qkv-bias" in line.given and "--disable-bias-linear" in given:
         draft.refuse("--add-qkv-bias: models/llama.py has no biases; leave it out")
-    _mark_family(draft, "models/llama.py")
     return "llama"
 
 
-def _mark_family(draft: Draft, file: str) -> None:
-    flags = ("position-embedding-type", "use-rotary-position-embeddings", "normalization", "swiglu")
-    draft.use("model.name", *flags, "disable-bias-linear")
-    draft.ignore("add-qkv-bias", "every product has a bias")
-    for name, value in (
-        ("position-embedding-type", "learned positions"),
-        ("normalization", "LayerNorm"),
-        ("swiglu", "GELU"),
-        ("disable-bias-linear", "biases"),
-    ):
-        rotary = name == "position-embedding-type" and "use-rotary-position-embeddings" in draft.line.given
-        if name not in draft.line.given and file == "models/gpt.py" and not rotary:
-            draft.defaults[f"--{name}"] = f"{value}, as in {file}; {OF_MEGATRON}"
-
-
-def _llama(draft: Draft) -> Sizes:
+def _llama(draft: Draft) -> dict[str, Size]:
     line = draft.line
     width, heads, grouped = line.get("hidden-size"), line.get("num-attention-heads"), line.get("group-query-attention")
     ff = line.get("ffn-hidden-size") or int(4 * width * 2 / 3 / 64) * 64
-    channels = line.get("kv-channels")
+    head_size = line.get("kv-channels") or width // heads
+    kv_heads = line.get("num-query-groups") if grouped else heads
     if not grouped:
         draft.ignore("num-query-groups", "without --group-query-attention it counts for nothing, as in Megatron-LM")
     if not line.get("use-rope-scaling"):
@@ -131,30 +122,22 @@ def _llama(draft: Draft) -> Sizes:
     scaling = ("use-rope-scaling", "rope-scaling-factor") if line.get("use-rope-scaling") else ("use-rope-scaling",)
     factor = line.get("rope-scaling-factor") if line.get("use-rope-scaling") else 1.0
     tied = not line.get("untie-embeddings-and-output-weights")
-    sizes: Sizes = {
-        "width": (width, ("hidden-size",), OF_MEGATRON),
-        "layers": (line.get("num-layers"), ("num-layers",), OF_MEGATRON),
-        "heads": (heads, ("num-attention-heads",), OF_MEGATRON),
-        "kv_heads": (
-            line.get("num-query-groups") if grouped else heads,
-            groups,
-            f"{OF_MEGATRON}: as many as --num-attention-heads",
-        ),
-        "ff": (ff, ("ffn-hidden-size",), f"{OF_MEGATRON}: 8/3 x --hidden-size, down to a multiple of 64"),
-        "head_size": (
-            channels if channels and channels * heads != width else 0,
-            ("kv-channels",),
-            f"{OF_MEGATRON}: --hidden-size / --num-attention-heads",
-        ),
-        "norm_epsilon": (line.get("norm-epsilon"), ("norm-epsilon",), OF_MEGATRON),
-        "rope_theta": (line.get("rotary-base"), ("rotary-base",), OF_MEGATRON),
-        "rope_factor": (factor, scaling, OF_MEGATRON),
-        "tied": (tied, ("untie-embeddings-and-output-weights",), f"{OF_MEGATRON}: embedding and output are one matrix"),
+    tie = f"{OF_MEGATRON}: embedding and output are one matrix"
+    return {
+        "width": Size(width, ("hidden-size",)),
+        "layers": Size(line.get("num-layers"), ("num-layers",)),
+        "heads": Size(heads, ("num-attention-heads",)),
+        "kv_heads": Size(kv_heads, groups, f"{OF_MEGATRON}: as many as --num-attention-heads"),
+        "ff": Size(ff, ("ffn-hidden-size",), f"{OF_MEGATRON}: 8/3 x --hidden-size, down to a multiple of 64"),
+        "head_size": Size(head_size, ("kv-channels",), f"{OF_MEGATRON}: --hidden-size / --num-attention-heads"),
+        "norm_epsilon": Size(line.get("norm-epsilon"), ("norm-epsilon",)),
+        "rope_theta": Size(line.get("rotary-base"), ("rotary-base",)),
+        "rope_factor": Size(factor, scaling),
+        "tied": Size(tied, ("untie-embeddings-and-output-weights",), tie),
     }
-    return sizes
 
 
-def _gpt(draft: Draft) -> Sizes:
+def _gpt(draft: Draft) -> dict[str, Size]:
     line = draft.line
     width, heads, seq = line.get("hidden-size"), line.get("num-attention-heads"), line.get("seq-length")
     copy = "leave it out, or copy models/gpt.py and write it there"
@@ -181,13 +164,14 @@ def _gpt(draft: Draft) -> Sizes:
         if name not in line.given:
             draft.defaults[f"--{name}"] = f"{value}, as in models/gpt.py; {OF_MEGATRON}"
     positions = line.get("max-position-embeddings") or seq
+    four = f"{OF_MEGATRON}: 4 x --hidden-size"
     return {
-        "width": (width, ("hidden-size",), OF_MEGATRON),
-        "layers": (line.get("num-layers"), ("num-layers",), OF_MEGATRON),
-        "heads": (heads, ("num-attention-heads",), OF_MEGATRON),
-        "max_positions": (positions, ("max-position-embeddings",), f"{CHOSEN}: --seq-length"),
-        "ff": (line.get("ffn-hidden-size") or 4 * width, ("ffn-hidden-size",), f"{OF_MEGATRON}: 4 x --hidden-size"),
-        "norm_epsilon": (line.get("norm-epsilon"), ("norm-epsilon",), OF_MEGATRON),
+        "width": Size(width, ("hidden-size",)),
+        "layers": Size(line.get("num-layers"), ("num-layers",)),
+        "heads": Size(heads, ("num-attention-heads",)),
+        "max_positions": Size(positions, ("max-position-embeddings",), f"{CHOSEN}: --seq-length"),
+        "ff": Size(line.get("ffn-hidden-size") or 4 * width, ("ffn-hidden-size",), four),
+        "norm_epsilon": Size(line.get("norm-epsilon"), ("norm-epsilon",)),
     }
 
 
@@ -204,7 +188,7 @@ def _vocabulary(draft: Draft) -> Vocabulary:
     if padded := line.get("padded-vocab-size"):
         for name in (*flags, "tokenizer-type"):
             draft.ignore(name, "--padded-vocab-size says the size")
-        return Vocabulary(padded, (padded,), ("padded-vocab-size",), OF_MEGATRON)
+        return Vocabulary(padded, (padded,), ("padded-vocab-size",))
     if given is None and kind in VOCABULARIES:
         exact = VOCABULARIES[kind]
         return Vocabulary(
@@ -215,43 +199,39 @@ def _vocabulary(draft: Draft) -> Vocabulary:
         padding = f"padded to a multiple of {unit} x --tensor-model-parallel-size"
         return Vocabulary(None, (), flags[:1], f"{CHOSEN}: GPT-2's {GPT2:,}, {padding}")
     if kind == "NullTokenizer":  # it adds a token that ends documents
-        return Vocabulary(_padded(draft, given + 1), (_padded(draft, given + 1), given), (*flags, "tokenizer-type"), "")
+        return Vocabulary(_padded(draft, given + 1), (_padded(draft, given + 1), given), (*flags, "tokenizer-type"))
     draft.ignore("tokenizer-type", "--vocab-size says the size")
-    return Vocabulary(_padded(draft, given), (_padded(draft, given), given), flags, "")
+    return Vocabulary(_padded(draft, given), (_padded(draft, given), given), flags)
 
 
-def _equal_preset(presets: Mapping[str, Any], sizes: Sizes, vocabulary: Vocabulary) -> Any:
-    """The preset with all these sizes, apart from padding; None where there is none."""
+def _equal_preset(presets: Mapping[str, Any], sizes: Mapping[str, Size], vocabulary: Vocabulary) -> Any:
+    """The preset with all these sizes, apart from padding; None where there is none. Raises ValueError where the sizes
+    do not make a model."""
     for preset in presets.values():
-        values = {name: value for name, (value, _, _) in sizes.items()}
-        if hasattr(preset, "F") and values["ff"] == 4 * values["width"]:
-            values["ff"] = 0  # as the preset says it
-        same = dataclasses.replace(type(preset)(**values, vocab_size=preset.vocab_size), name=preset.name) == preset
+        values = {name: size.value for name, size in sizes.items()}
+        made = type(preset)(**values, vocab_size=preset.vocab_size, name=preset.name)
+        said = [f.name for f in dataclasses.fields(preset) if getattr(preset, f.name) != 0]  # shape() has the others
+        same = made.shape() == preset.shape() and all(getattr(made, name) == getattr(preset, name) for name in said)
         if same and (vocabulary.size is None or preset.vocab_size in vocabulary.presets):
             return preset
     return None
 
 
-def _use_preset(draft: Draft, preset: Any, sizes: Sizes, vocabulary: Vocabulary) -> None:
-    size = vocabulary.size
-    draft.keys["model.name"] = preset.name, f"{', '.join(f'--{name}' for name in SIZE_FLAGS)}, ... are this preset's"
-    for field, (value, names, default) in [
-        *sizes.items(),
-        ("vocab_size", (preset.vocab_size, vocabulary.flags, CHOSEN)),
-    ]:
-        draft.use("model.name", *names)
-        if not set(names) & draft.line.given.keys():
-            draft.defaults[f"--{names[0]}"] = f"{field} = {value}, as {preset.name} has it; {default}"
-    if size is None:
+def _use_preset(draft: Draft, preset: Any, sizes: Mapping[str, Size], vocabulary: Vocabulary) -> None:
+    draft.keys["model.name"] = preset.name, "--num-layers, --hidden-size, --num-attention-heads, ... are this preset's"
+    for field, size in {**sizes, "vocab_size": Size(preset.vocab_size, vocabulary.flags, CHOSEN)}.items():
+        draft.use("model.name", *size.flags)
+        if not set(size.flags) & draft.line.given.keys():
+            draft.defaults[f"--{size.flags[0]}"] = f"{field} = {show(size.value)}, as in {preset.name}; {size.default}"
+    if vocabulary.size is None:
         draft.ignore("make-vocab-size-divisible-by", "parallax pads the vocabulary by itself")
-    elif size != preset.vocab_size:
-        what = f"Megatron-LM pads the vocabulary of {preset.vocab_size:,} to {size:,}"
+    elif vocabulary.size != preset.vocab_size:
+        what = f"Megatron-LM pads the vocabulary of {preset.vocab_size:,} to {vocabulary.size:,}"
         draft.deviations.append(f"{what}; parallax pads by itself, outside of the softmax")
 
 
-def _nearest_preset(presets: Mapping[str, Any], values: dict[str, Any]) -> str:
+def _nearest_preset(presets: Mapping[str, Any], sizes: Mapping[str, Size]) -> str:
     """By number of parameters. Raises ValueError where the sizes do not make a model."""
     kind = type(next(iter(presets.values())))
-    parameters = kind(**values).shape().parameters
-    distance = lambda name: abs(math.log(presets[name].shape().parameters / parameters))
-    return min(presets, key=distance)
+    parameters = kind(**{name: size.value for name, size in sizes.items()}).shape().parameters
+    return min(presets, key=lambda name: abs(math.log(presets[name].shape().parameters / parameters)))

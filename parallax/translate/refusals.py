@@ -180,9 +180,10 @@ def _options(line: CommandLine) -> Iterator[str]:
     if full and lacks:
         use = "use --recompute-method uniform --recompute-num-layers 1"
         yield f"--recompute-granularity full needs {' and '.join(f'--{name}' for name in lacks)}; {use}"
-    elif selective and "recompute-method" in given:
-        rule = "is of --recompute-granularity full, not of selective"
-        yield f"--recompute-method {line.get('recompute-method')} {rule}; leave it out"
+    for name in ("recompute-method", "recompute-num-layers"):
+        if selective and name in given:
+            rule = "is of --recompute-granularity full, not of selective"
+            yield f"--{name} {line.get(name)} {rule}; leave it out"
     if line.get("bf16") and line.get("fp16"):
         yield "--fp16 and --bf16 exclude each other; use --bf16"
 

@@ -64,36 +64,43 @@ def training_command(
 ) -> list[str]:
     """The words of the command. `arguments` are $1, $2, ... of the script. Raises ConfigError where there is none or
     more than one, or where a variable of it has no value."""
-    variables: dict[str, Value | _Unresolved] = {**(environment or {}), "@": list(arguments), "*": list(arguments)}
+    commands, unresolved = _commands(text.replace("\r\n", "\n"), arguments, environment or {})
+    with_model = [words for words in commands if _MODEL_FLAGS & {word.partition("=")[0] for word in words}]
+    if unresolved and not with_model:
+        raise ConfigError(unresolved[-1:])  # a script trains at its end
+    found = with_model or commands
+    if len(found) > 1:
+        rule = f"there are {len(found)} commands that train; give one of them alone"
+        raise ConfigError([f"{rule}: {brief(' '.join(found[0][:3]))} ... is the first"])
+    if not found:
+        use = "'torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 ...', or the path of a script"
+        raise ConfigError([f"{brief(text.strip())} holds no command that trains; use for example {use}"])
+    return found[0]
+
+
+def _commands(text: str, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[list[list[str]], list[str]]:
+    """The commands that train, and why others that may do so have no words. Raises ConfigError."""
+    variables: dict[str, Value | _Unresolved] = {**environment, "@": list(arguments), "*": list(arguments)}
     variables |= {str(i): word for i, word in enumerate(arguments, start=1)}
-    commands, depth, conditional = [], 0, False
-    for statement, end in _statements(text.replace("\r\n", "\n")):
+    commands, unresolved, depth, conditional = [], [], 0, False
+    for statement, end in _statements(text):
         first = (statement.split() or [""])[0]
         depth += first in _OPENERS
+        words: list[str] = []
         try:
             words = _run(statement, variables, depth > 0 or conditional)
         except _Unresolved as error:
-            if _may_train(statement):
-                raise ConfigError([str(error)]) from None
-            words = []
+            unresolved += [str(error)] if _may_train(statement) else []
         except ValueError as error:
             raise ConfigError([f"{brief(statement.strip())} is not shell: {error}; close what is open"]) from None
+        if _trains(words) and depth:
+            where = f"{brief(' '.join(words[:2]))} ... stands inside of a condition or a loop"
+            raise ConfigError([f"{where}, which is not followed; {_PRINT}"])
         if _trains(words):
-            if depth:
-                where = f"{brief(' '.join(words[:2]))} ... stands inside of a condition or a loop"
-                raise ConfigError([f"{where}, which is not followed; {_PRINT}"])
             commands.append(words)
         depth = max(depth - (first in _CLOSERS), 0)
         conditional = end in ("&&", "||") and (first in _TESTS or conditional)
-    with_model = [words for words in commands if _MODEL_FLAGS & {word.partition("=")[0] for word in words}]
-    found = with_model or commands
-    if len(found) == 1:
-        return found[0]
-    if found:
-        rule = f"there are {len(found)} commands that train; give one of them alone"
-        raise ConfigError([f"{rule}: {brief(' '.join(words[:3]))} ..." for words in found[:1]])
-    use = "use for example 'torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 ...', or the path of a script"
-    raise ConfigError([f"{brief(text.strip())} holds no command that trains; {use}"])
+    return commands, unresolved
 
 
 def _pieces(text: str) -> Iterator[tuple[str, str, bool]]:

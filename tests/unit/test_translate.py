@@ -341,6 +341,11 @@ REFUSALS = {
         "--recompute-method",
         "of --recompute-granularity full",
     ),
+    "layers of selective": (
+        GPT + "--recompute-activations --recompute-num-layers 1",
+        "--recompute-num-layers",
+        "not of selective; leave it out",
+    ),
     "precisions": (GPT + "--fp16 --bf16", "--fp16", "exclude each other"),
     "positions": (
         GPT.replace("--max-position-embeddings 1024", "--max-position-embeddings 512"),
@@ -606,6 +611,11 @@ def test_a_script_is_read_as_bash_reads_it(tmp_path: Path):
         check=True,
     )
     assert ["torchrun", *done.stdout.splitlines()] == training_command(script, ["c k"], {"HEADS": "32"})
+
+
+def test_commands_that_do_not_train_are_passed_over():
+    script = "python prepare.py --in $UNSET\npython prepare.py --in x\ntorchrun pretrain_gpt.py --num-layers 2\nrm $Y"
+    assert training_command(script) == ["torchrun", "pretrain_gpt.py", "--num-layers", "2"]
 
 
 @pytest.mark.parametrize(
