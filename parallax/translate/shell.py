@@ -248,7 +248,7 @@ def _arithmetic(piece: str, variables: dict[str, Value | _Unresolved]) -> int:
     numbers = re.sub(r"[A-Za-z_]\w*", lambda found: f"({_value('$' + found[0], variables)})", names)
     try:
         return _evaluate(ast.parse(numbers.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError):
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         raise _Unresolved(f"{brief(piece)} is not arithmetic of integers; write its value instead") from None
 
 

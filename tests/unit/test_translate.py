@@ -90,6 +90,15 @@ def test_the_published_line_on_eight_nodes(tmp_path: Path):
     assert any("--attention-dropout" in what for what in found.deviations)
 
 
+def test_what_the_document_prints(tmp_path: Path, capsys: pytest.CaptureFixture):
+    document = (ROOT / "docs" / "translate.md").read_text()
+    assert main(["translate", f"torchrun --nproc_per_node=8 {PUBLISHED}"]) == 2
+    assert capsys.readouterr().err in document
+    assert main(["translate", f"torchrun --nproc_per_node=8 --nnodes 8 {PUBLISHED}"]) == 0
+    out, err = capsys.readouterr()
+    assert err in document and out.partition("\n\n[mesh]")[0] in document
+
+
 # What flags become: flags after GPT or LLAMA3_8B, and keys
 
 KEYS = {
