@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     import parallax.checkpoint_command as checkpoint_command  # here, where Ctrl-C is listened to
     import parallax.data.command as tokenize_command
     import parallax.schedule.command as schedule_command
+    import parallax.translate.command as translate_command
 
     parser = Parser(
         prog="parallax",
@@ -123,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     tokenize = verbs.add_parser("tokenize", help="turn text into tokens on disk")
     tokenize_command.add_arguments(tokenize)
     tokenize.set_defaults(run=lambda args: _print_results(tokenize_command.run, args))
+    translate = verbs.add_parser("translate", help="turn a Megatron-LM command line into a run file")
+    translate_command.add_arguments(translate)
+    translate.set_defaults(run=lambda args: _print_results(translate_command.run, args))
     return parser
 
 

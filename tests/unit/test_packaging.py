@@ -24,7 +24,7 @@ LAYERS = (
     ("start",),
     ("program",),
     ("checkpoint_io",),
-    ("checkpoint_command", "data", "metrics", "optimizer"),
+    ("checkpoint_command", "data", "metrics", "optimizer", "translate"),
     ("checkpoint",),
     ("pipeline",),
     ("mesh", "model"),
@@ -40,7 +40,7 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
     *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "layout"),
-    *("machine", "rules", "schedule", "shape", "signals", "stages", "text", "validate", "version"),
+    *("machine", "plan", "rules", "schedule", "shape", "signals", "stages", "text", "translate", "validate", "version"),
 )
 
 
