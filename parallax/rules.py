@@ -89,7 +89,8 @@ def check_experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         yield f"parallel.ep = {ep} needs a model with experts, which {shape.name} has not; use 1"
     for experts in counts:
         if experts % ep:
-            yield f"parallel.ep = {ep} does not divide the model's {experts} experts; use {_nearest(ep, _divisors(experts))}"
+            use = _nearest(ep, _divisors(experts))
+            yield f"parallel.ep = {ep} does not divide the model's {experts} experts; use {use}"
 
 
 def check_schedule(config: RunConfig) -> Iterator[str]:

@@ -96,24 +96,39 @@ class ModelShape:
         return tuple(Counter(self.layers).items())
 
     @cached_property
+    def outer_parameters(self) -> int:
+        return sum(weight.size for weight in (*self.embed, *self.head))
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Of all experts of all layers."""
+        return sum(n * w.size for layer, n in self.kinds for w in layer.weights if "experts" in w.axes)
+
+    @cached_property
+    def dense_parameters(self) -> int:
+        """Of the layers, without experts."""
+        return sum(n * layer.parameters for layer, n in self.kinds) - self.expert_parameters
+
+    @cached_property
     def parameters(self) -> int:
-        outside = sum(weight.size for weight in (*self.embed, *self.head))
-        return outside + sum(layer.parameters for layer in self.layers)
+        return self.outer_parameters + self.dense_parameters + self.expert_parameters
 
     @cached_property
     def active_parameters(self) -> int:
         """As `parameters`, with as many experts as one token visits."""
         idle = sum(
-            round(weight.size * (1 - layer.experts_per_token / layer.experts))
-            for layer in self.layers
-            for weight in layer.weights
-            if "experts" in weight.axes[:-2]
+            n * round(w.size * (1 - layer.experts_per_token / layer.experts))
+            for layer, n in self.kinds
+            for w in layer.weights
+            if "experts" in w.axes
         )
         return self.parameters - idle
 
     def forward_flops_per_token(self, seq_len: int) -> int:
         """Model FLOPs of one token's forward pass: matrix products, causal attention and the output matrix."""
-        layers = sum(layer.matmul_flops_per_token() + layer.attention_flops_per_token(seq_len) for layer in self.layers)
+        layers = sum(
+            n * (layer.matmul_flops_per_token() + layer.attention_flops_per_token(seq_len)) for layer, n in self.kinds
+        )
         return layers + 2 * self.width * self.vocab_size
 
     def train_flops_per_token(self, seq_len: int) -> int:

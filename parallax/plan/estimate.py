@@ -10,7 +10,7 @@ from parallax.config import Parallel, Train
 from parallax.layout import AXES
 from parallax.machine import Machine
 from parallax.plan.costs import Costs
-from parallax.plan.layer import MEGATRON, MEGATRON_CORE
+from parallax.plan.layer import MEGATRON, MEGATRON_CORE, PARALLAX, LayerTimes
 from parallax.plan.megatron import Switches, megatron_memory, megatron_step
 from parallax.plan.memory import own_memory
 from parallax.plan.step import StepTime, microbatches, own_step
@@ -115,10 +115,10 @@ def time_of(job: Job, framework: str = "parallax") -> StepTime | None:
         return None
     costs = Costs(job.machine, job.train.precision)
     if framework == "parallax":
-        return own_step(costs, job.shape, job.parallel, job.train)
+        return own_step(LayerTimes(costs, PARALLAX), job.shape, job.parallel, job.train)
     old = uses_scores(job.machine)
     software, switches = MEGATRON if old else MEGATRON_CORE, Switches(reduces_fp32=not old, overlaps_dp=not old)
-    return megatron_step(costs, software, switches, job.shape, job.parallel, job.train)
+    return megatron_step(LayerTimes(costs, software), switches, job.shape, job.parallel, job.train)
 
 
 def estimate(job: Job, framework: str = "parallax") -> Estimate:

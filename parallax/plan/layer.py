@@ -7,7 +7,7 @@ width, F feed-forward, C head size, S sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parallax.layout import Sizes
@@ -81,8 +81,7 @@ MEGATRON = Software(35e-6, (22, 22), (30, 56), 6, scores=True, hides_tp=True)
 MEGATRON_CORE = Software(10e-6, (20, 22), (22, 44), 8, scores=False, hides_tp=True)
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """A microbatch on one rank: `batch` sequences of `seq_len` tokens, of which the rank holds 1 / cp."""
 
     batch: int
@@ -91,6 +90,22 @@ class Work:
     remat: str
     sequence_parallel: bool
     context: str = "ring"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTimes:
+    """`layer_time` of one chip and software, each layout of a layer worked out once."""
+
+    costs: Costs
+    software: Software
+    _known: dict[tuple[object, ...], LayerTime] = field(default_factory=dict)
+
+    def __call__(self, layer: LayerShape, sizes: Sizes, work: Work) -> LayerTime:
+        key = (layer, sizes.tp, sizes.cp, sizes.ep, sizes.replicated, work)
+        time = self._known.get(key)
+        if time is None:
+            time = self._known[key] = layer_time(self.costs, self.software, layer, sizes, work)
+        return time
 
 
 def layer_time(costs: Costs, software: Software, layer: LayerShape, sizes: Sizes, work: Work) -> LayerTime:

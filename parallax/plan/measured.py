@@ -15,7 +15,7 @@ from typing import Any
 from parallax.config import ConfigError, MeshChoice, Parallel, Train, either, show
 from parallax.machine import Machine, load_machine, machine_names
 from parallax.plan.costs import Costs
-from parallax.plan.layer import MEGATRON, MEGATRON_CORE, Software
+from parallax.plan.layer import MEGATRON, MEGATRON_CORE, LayerTimes
 from parallax.plan.megatron import Switches, megatron_step
 from parallax.plan.shapes import gpt_shape
 from parallax.shape import ModelShape
@@ -203,13 +203,12 @@ def _fused(hardware: str) -> bool:
     return not hardware.startswith("a100")
 
 
-def price(row: Row, machine: Machine, software: Software | None = None) -> float:
+def price(row: Row, machine: Machine) -> float:
     """Seconds of the step in Megatron-LM's scheme; where micro batch or virtual stages were not published, of the
     fastest of them."""
     fused = _fused(row.hardware)
-    software = software or (MEGATRON_CORE if fused else MEGATRON)
     switches = Switches(reduces_fp32=fused, overlaps_dp=fused)
-    costs = Costs(machine, row.train.precision)
+    times = LayerTimes(Costs(machine, row.train.precision), MEGATRON_CORE if fused else MEGATRON)
     per_rank = row.train.global_batch_size // (row.parallel.dp * row.parallel.ep)
     batches = [row.train.micro_batch_size]
     if not row.published_micro_batch:
@@ -220,8 +219,7 @@ def price(row: Row, machine: Machine, software: Software | None = None) -> float
         chunks = [v for v in range(1, per_stage + 1) if per_stage % v == 0]
     return min(
         megatron_step(
-            costs,
-            software,
+            times,
             switches,
             row.shape,
             dataclasses.replace(row.parallel, virtual_stages=v),

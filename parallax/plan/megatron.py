@@ -7,19 +7,17 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 
 from parallax.config import Parallel, Train
 from parallax.plan.costs import Costs
-from parallax.plan.layer import LayerTime, Parts, Software, layer_time
-from parallax.plan.step import (
-    StepTime,
-    count_kinds,
-    device_sizes,
-    microbatches,
-    work_of,
-)
+from parallax.plan.layer import NOTHING, LayerTime, LayerTimes
+from parallax.plan.step import StepTime, device_sizes, microbatches, work_of
 from parallax.shape import LayerShape, ModelShape
 
 LOGIT_BYTES = 60  # a logit: contiguous 8, float32 6, maximum 4, subtract 8, exp 8, sum 4, divide 8; backward 14
@@ -39,11 +37,15 @@ class Switches:
 # Memory
 
 
-def stage_layers(shape: ModelShape, parallel: Parallel) -> tuple[tuple[LayerShape, ...], ...]:
+Kinds = tuple[tuple[LayerShape, int], ...]  # layers that differ, and how many of each
+
+
+def stage_layers(shape: ModelShape, parallel: Parallel) -> tuple[Kinds, ...]:
     """The layers of each pipeline rank; where they do not divide, the first ranks hold one more."""
     base, more = divmod(len(shape.layers), parallel.pp)
-    sizes = [base + (rank < more) for rank in range(parallel.pp)]
-    return tuple(shape.layers[sum(sizes[:rank]) : sum(sizes[: rank + 1])] for rank in range(parallel.pp))
+    stops = list(accumulate(base + (rank < more) for rank in range(parallel.pp)))
+    stages = [shape.layers[start:stop] for start, stop in pairwise([0, *stops])]
+    return tuple(tuple(Counter(layers).items()) for layers in stages)
 
 
 def in_flight(parallel: Parallel, m: int, rank: int) -> float:
@@ -70,22 +72,17 @@ def megatron_memory(
     ranks = []
     for rank, layers in enumerate(stage_layers(shape, parallel)):
         dense = experts = 0.0
-        for kind, count in count_kinds(layers).items():
+        for kind, count in layers:
             for weight in kind.weights:
-                size = count * _size(sizes.local(weight.shape, weight.axes))
+                size = count * math.prod(sizes.local(weight.shape, weight.axes))
                 dense, experts = (dense, experts + size) if "experts" in weight.axes else (dense + size, experts)
         if head:
             dense += _outer(shape, rank == 0, rank == pp - 1, pp) / tp
-        kept = sum(
-            count * layer_activations(kind, shape, train, n, tp, split, scores)
-            for kind, count in count_kinds(layers).items()
-        )
+        kept = sum(count * layer_activations(kind, shape, train, n, tp, split, scores) for kind, count in layers)
         peak = 0.0
         if train.remat == "full":
-            kept = len(layers) * 2 * n * D / split
-            peak = max(
-                layer_activations(kind, shape, train, n, tp, split, scores, remat="none") for kind in set(layers)
-            )
+            kept = sum(count for _, count in layers) * 2 * n * D / split
+            peak = max(layer_activations(kind, shape, train, n, tp, split, scores, remat="none") for kind, _ in layers)
         sharded = dense / replicas + experts / expert_replicas
         ranks.append(
             {
@@ -99,13 +96,6 @@ def megatron_memory(
             }
         )
     return tuple(ranks)
-
-
-def _size(dims: tuple[int, ...]) -> int:
-    size = 1
-    for dim in dims:
-        size *= dim
-    return size
 
 
 @cache
@@ -139,18 +129,18 @@ def layer_activations(
 
 
 def megatron_step(
-    costs: Costs, software: Software, switches: Switches, shape: ModelShape, parallel: Parallel, train: Train
+    times: LayerTimes, switches: Switches, shape: ModelShape, parallel: Parallel, train: Train
 ) -> StepTime:
     """m times the slowest stage, and once the others (over v) to fill and drain the pipeline; then the reduction of
     gradients and the update."""
-    pp, v, tp, m = parallel.pp, parallel.virtual_stages, parallel.tp, microbatches(parallel, train)
+    costs, pp, v, tp, m = times.costs, parallel.pp, parallel.virtual_stages, parallel.tp, microbatches(parallel, train)
     sizes, work = device_sizes(parallel, shape), work_of(parallel, train, shape.width)
     n, item, D = work.batch * work.seq_len // parallel.cp, costs.item, shape.width
     kernel_s = costs.efficiency.kernel_s
     stages = stage_layers(shape, parallel)
-    times = {kind: layer_time(costs, software, kind, sizes, work) for kind in count_kinds(shape.layers)}
-    waits = {kind: _wait(software, time, kernel_s, tp) for kind, time in times.items()}
-    layers_s = [_over(layers, lambda kind: _seconds(times[kind], kernel_s) + waits[kind]) for layers in stages]
+    time_of = {kind: times(kind, sizes, work) for kind, _ in shape.kinds}
+    waits = {kind: _wait(times.software.host_s, time, kernel_s, tp) for kind, time in time_of.items()}
+    layers_s = [_over(layers, lambda kind: _seconds(time_of[kind], kernel_s) + waits[kind]) for layers in stages]
 
     replicas = sizes.replicas
     crosses = costs.members_inside(pp, replicas * tp) < pp
@@ -164,14 +154,11 @@ def megatron_step(
     top = max(range(pp), key=stage_s.__getitem__)
 
     # In the pipeline's items, the slowest stage's work
-    real = again = None
-    for kind, count in count_kinds(stages[top]).items():
-        forward_backward = (times[kind].forward + times[kind].backward).times(count * m)
-        real = forward_backward if real is None else real + forward_backward
-        more = times[kind].again.times(count * m)
-        again = more if again is None else again + more
-    assert isinstance(real, Parts) and isinstance(again, Parts)
-    hidden = m * _over(stages[top], lambda kind: times[kind].overlapped)
+    real, again = NOTHING, NOTHING
+    for kind, count in stages[top]:
+        real += (time_of[kind].forward + time_of[kind].backward).times(count * m)
+        again += time_of[kind].again.times(count * m)
+    hidden = m * _over(stages[top], lambda kind: time_of[kind].overlapped)
     dp, dp_exposed, optimizer = _update(costs, switches, shape, parallel, stages[0], layers_s[0])
     shares = shape.tied and pp > 1  # first and last stage each hold the matrix, and sum its gradients
     tied = costs.all_reduce(item * shape.vocab_size * D / tp, 2, replicas * tp) if shares else 0.0
@@ -200,21 +187,21 @@ def megatron_step(
     return StepTime(items, communication)
 
 
-def _over(layers: tuple[LayerShape, ...], seconds) -> float:
-    return sum(count * seconds(kind) for kind, count in count_kinds(layers).items())
+def _over(layers: Kinds, seconds: Callable[[LayerShape], float]) -> float:
+    return sum(count * seconds(kind) for kind, count in layers)
 
 
 def _seconds(time: LayerTime, kernel_s: float) -> float:
     return (time.forward + time.backward + time.again).seconds(kernel_s) - time.overlapped
 
 
-def _wait(software: Software, time: LayerTime, kernel_s: float, tp: int) -> float:
+def _wait(host_s: float, time: LayerTime, kernel_s: float, tp: int) -> float:
     """Seconds of a layer in which the device waits for its host."""
     forward, backward = time.forward.seconds(kernel_s), _seconds(time, kernel_s) - time.forward.seconds(kernel_s)
     launches = time.forward.kernels, time.backward.kernels + time.again.kernels
     more = 2 * (tp > 1)  # of the collectives
     return sum(
-        _with_host(device_s, (kernels + more) * software.host_s, tp) - device_s
+        _with_host(device_s, (kernels + more) * host_s, tp) - device_s
         for device_s, kernels in zip((forward, backward), launches, strict=True)
     )
 
@@ -241,15 +228,15 @@ def _update(
     switches: Switches,
     shape: ModelShape,
     parallel: Parallel,
-    layers: tuple[LayerShape, ...],
+    layers: Kinds,
     stage_s: float,
 ) -> tuple[float, float, float]:
     """Seconds of dp's communication, of its exposed part, and of the optimizer, on the first stage."""
     sizes = device_sizes(parallel, shape)
     dense = experts = 0.0
-    for kind, count in count_kinds(layers).items():
+    for kind, count in layers:
         for weight in kind.weights:
-            size = count * _size(sizes.local(weight.shape, weight.axes))
+            size = count * math.prod(sizes.local(weight.shape, weight.axes))
             dense, experts = (dense, experts + size) if "experts" in weight.axes else (dense + size, experts)
     dense += _outer(shape, True, parallel.pp == 1, parallel.pp) / parallel.tp
     reduced, item = 4 if switches.reduces_fp32 else 2, costs.item

@@ -13,6 +13,7 @@ from parallax.layout import AXES
 from parallax.machine import Machine
 from parallax.plan.costs import Costs
 from parallax.plan.estimate import GIB, Job
+from parallax.plan.layer import PARALLAX, LayerTimes
 from parallax.plan.memory import own_memory
 from parallax.plan.step import own_step
 from parallax.shape import ModelShape
@@ -23,6 +24,7 @@ REMATS = ("none", "selective", "full")
 LEAST_CONTEXT = 1024  # tokens of a sequence that a context-parallel rank must hold
 MOST_TENSOR = 16  # where nodes do not bound it (TPU)
 MOST_STAGES_OF_A_RANK = 12
+FAR_TOO_LARGE = 1.5  # times the memory
 NEAR = 0.005  # times this close are taken as equal, and the simpler layout is preferred
 
 
@@ -103,45 +105,49 @@ class Found:
 
 
 def search(request: Request) -> Found:
-    """Prices every legal configuration whose states alone are not far too large."""
-    costs = Costs(request.machine, request.precision)
+    """Prices every legal configuration, but for what cannot matter: a larger micro batch where a smaller one does not
+    fit with everything recomputed, more recomputation where less fits, and layouts whose states alone are far too
+    large."""
+    times = LayerTimes(Costs(request.machine, request.precision), PARALLAX)
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
-    for parallel, train in configurations(request):
-        memory = sum(own_memory(request.shape, parallel, train)[0].values())
-        if memory > 2 * request.machine.hbm_bytes and fitting:
-            continue
-        time = own_step(costs, request.shape, parallel, train).total
-        chosen = fitting if memory <= request.budget_bytes else too_large
-        chosen.append(Candidate(parallel, train, memory, time))
+    for layout in layouts(request):
+        for v in chunk_counts(request, layout[0]):
+            for context in contexts(request, layout[3]):
+                parallel = _parallel(request, layout, v, context)
+                for micro in micro_batches(request, parallel.dp * parallel.ep):
+                    priced = [*_price_remats(request, times, parallel, micro)]
+                    fits = [c for c in priced if c.memory_bytes <= request.budget_bytes]
+                    fitting += fits
+                    too_large += [c for c in priced if c not in fits]
+                    if not fits:
+                        break
     fitting.sort(key=lambda c: (c.step_time_s, c.complexity, c.memory_bytes))
     too_large.sort(key=lambda c: (c.memory_bytes, c.step_time_s))
     return Found(request, tuple(fitting), tuple(too_large))
 
 
+def _price_remats(request: Request, times: LayerTimes, parallel: Parallel, micro: int) -> Iterator[Candidate]:
+    """Ways to recompute, from none on, up to the first that fits."""
+    for remat in REMATS:
+        if not request.allows("remat", remat):
+            continue
+        train = _train(request, micro, remat)
+        memory = sum(own_memory(request.shape, parallel, train)[0].values())
+        if memory > FAR_TOO_LARGE * request.machine.hbm_bytes and remat != REMATS[-1]:
+            continue
+        yield Candidate(parallel, train, memory, own_step(times, request.shape, parallel, train).total)
+        if memory <= request.budget_bytes:
+            return
+
+
 # What is legal
 
 
-def configurations(request: Request) -> Iterator[tuple[Parallel, Train]]:
-    for pp, dp, ep, cp, tp in layouts(request):
-        for micro in micro_batches(request, dp * ep):
-            for v in chunk_counts(request, pp):
-                for remat in filter(lambda remat: request.allows("remat", remat), REMATS):
-                    for context in contexts(request, cp):
-                        yield (
-                            _parallel(request, pp, dp, ep, cp, tp, v, context),
-                            _train(request, micro, remat),
-                        )
-
-
-def _parallel(request: Request, pp: int, dp: int, ep: int, cp: int, tp: int, v: int, context: str) -> Parallel:
+def _parallel(request: Request, layout: tuple[int, ...], v: int, context: str) -> Parallel:
     pins = request.pins
     return Parallel(
-        dp=dp,
-        pp=pp,
-        ep=ep,
-        cp=cp,
-        tp=tp,
+        **dict(zip(AXES, layout, strict=True)),
         virtual_stages=v,
         schedule=pins.get("schedule", "interleaved" if v > 1 else "1f1b"),
         sequence_parallel=pins.get("sequence_parallel", True),

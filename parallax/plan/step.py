@@ -9,7 +9,7 @@ from functools import cache
 from parallax.config import SCHEDULES, Parallel, Train
 from parallax.layout import Sizes, axis_sizes, kept_whole
 from parallax.plan.costs import Costs
-from parallax.plan.layer import NOTHING, PARALLAX, LayerTime, Work, layer_time
+from parallax.plan.layer import NOTHING, LayerTime, LayerTimes, Work
 from parallax.schedule.order import make_schedule
 from parallax.schedule.table import tick_table
 from parallax.shape import LayerShape, ModelShape
@@ -40,7 +40,7 @@ def microbatches(parallel: Parallel, train: Train) -> int:
 
 
 def device_sizes(parallel: Parallel, shape: ModelShape) -> Sizes:
-    return Sizes(axis_sizes(parallel), kept_whole(parallel, shape.layers[:1] + shape.layers[-1:]))
+    return Sizes(axis_sizes(parallel), kept_whole(parallel, (kind for kind, _ in shape.kinds)))
 
 
 def work_of(parallel: Parallel, train: Train, width: int) -> Work:
@@ -48,33 +48,31 @@ def work_of(parallel: Parallel, train: Train, width: int) -> Work:
     return Work(train.micro_batch_size, train.seq_len, width, train.remat, sequence_parallel, parallel.context)
 
 
-def own_step(costs: Costs, shape: ModelShape, parallel: Parallel, train: Train) -> StepTime:
+def own_step(times: LayerTimes, shape: ModelShape, parallel: Parallel, train: Train) -> StepTime:
     """Every rank runs the same ticks in lock step, masked where it is idle: m·v + p - 1 forward and as many backward
     phases (m + v·p - 1 where m < p), each as long as that of the fullest chunk (docs/pipeline.md). The vocabulary is
     shared by all ranks; gradients are reduced, states updated and weights gathered once, after the last tick."""
-    pp, v, m = parallel.pp, parallel.virtual_stages, microbatches(parallel, train)
+    costs, pp, v, m = times.costs, parallel.pp, parallel.virtual_stages, microbatches(parallel, train)
     sizes, work = device_sizes(parallel, shape), work_of(parallel, train, shape.width)
     kernel_s = costs.efficiency.kernel_s
-    times = {kind: layer_time(costs, PARALLAX, kind, sizes, work) for kind in count_kinds(shape.layers)}
-    fullest = max(
-        sum(count * _layer_s(times[kind], kernel_s) for kind, count in kinds) for kinds in chunks(shape.layers, pp, v)
-    )
-    real = NOTHING
-    again = NOTHING
-    for kind, count in count_kinds(shape.layers).items():
-        time = times[kind]
+    time_of = {kind: times(kind, sizes, work) for kind, _ in shape.kinds}
+    real, again = NOTHING, NOTHING
+    for kind, count in shape.kinds:
+        time = time_of[kind]
         real += (time.forward + time.backward).times(count * m / pp)
         again += time.again.times(count * m / pp)
     useful = (real + again).seconds(kernel_s)
+    fullest = max(
+        sum(count * _layer_s(time_of[kind], kernel_s) for kind, count in chunk) for chunk in chunks(shape, pp, v)
+    )
 
     ticks = _ticks(parallel.schedule, pp, v, m)
     n = work.batch * work.seq_len // parallel.cp
     between = costs.item * n * shape.width / (parallel.tp if work.sequence_parallel else 1)
-    stride = parallel.dp * parallel.ep * parallel.cp * parallel.tp
+    stride = sizes.replicas * parallel.tp
     sends = 2 * ticks * costs.send(between, costs.members_inside(pp, stride) == pp) if pp > 1 else 0.0
     vocabulary, shared = _vocabulary(costs, shape, sizes, n, between, work.sequence_parallel)
     dense, experts = local_elements(shape, sizes)
-    dp = _replicas(costs, parallel, dense, experts)
     sharded = dense / sizes.replicas + experts / (parallel.dp * parallel.cp) if parallel.zero else dense + experts
     items = {
         "matmul": real.matmul,
@@ -86,9 +84,9 @@ def own_step(costs: Costs, shape: ModelShape, parallel: Parallel, train: Train) 
         "ep": real.ep + again.ep,
         "pp": sends,
         "vocabulary": m * vocabulary,
-        "dp": dp,
+        "dp": _replicas(costs, parallel, dense, experts),
         "bubble": (ticks - m * v) * fullest,
-        "padding": m * v * fullest - useful,
+        "padding": max(0.0, m * v * fullest - useful),
         "optimizer": costs.memory(STATE_BYTES * sharded + 8 * (dense + experts)),
         "launch": (real.kernels + again.kernels) * kernel_s,
     }
@@ -97,21 +95,19 @@ def own_step(costs: Costs, shape: ModelShape, parallel: Parallel, train: Train) 
 
 
 def _layer_s(time: LayerTime, kernel_s: float) -> float:
-    return (time.forward + time.backward + time.again).seconds(kernel_s)
+    return time.forward.seconds(kernel_s) + time.backward.seconds(kernel_s) + time.again.seconds(kernel_s)
 
 
-@cache
-def count_kinds(layers: tuple[LayerShape, ...]) -> Counter[LayerShape]:
-    return Counter(layers)
-
-
-@cache
-def chunks(layers: tuple[LayerShape, ...], pp: int, v: int) -> frozenset[tuple[tuple[LayerShape, int], ...]]:
+def chunks(shape: ModelShape, pp: int, v: int) -> frozenset[tuple[tuple[LayerShape, int], ...]]:
     """The layers of each stage, by kind; a place without a layer computes what the stage's first does."""
-    stages = Stages(len(layers), pp, v)
-    if len(count_kinds(layers)) == 1:
-        return frozenset({((layers[0], stages.room),)})
-    found, start = set(), 0
+    if len(shape.kinds) == 1:
+        return frozenset({((shape.layers[0], Stages(len(shape.layers), pp, v).room),)})
+    return _mixed_chunks(shape.layers, pp, v)
+
+
+@cache
+def _mixed_chunks(layers: tuple[LayerShape, ...], pp: int, v: int) -> frozenset[tuple[tuple[LayerShape, int], ...]]:
+    stages, found, start = Stages(len(layers), pp, v), set(), 0
     for stage in range(stages.count):
         own = layers[start : start + stages.room - (stage >= stages.full)]
         start += len(own)
@@ -143,22 +139,10 @@ def _vocabulary(
     return products + passes + shared, shared
 
 
-@cache
-def _elements_of(layers: tuple[LayerShape, ...], experts: bool) -> int:
-    """Of all experts' weights, or of all others; matrices alone."""
-    return sum(
-        count * weight.size
-        for layer, count in count_kinds(layers).items()
-        for weight in layer.weights
-        if weight.decays and ("experts" in weight.axes) == experts
-    )
-
-
 def local_elements(shape: ModelShape, sizes: Sizes) -> tuple[float, float]:
-    """Weights on one device that all replicas share, and experts' (to the vectors, which tp may not split)."""
-    outer = sum(weight.size for weight in (*shape.embed, *shape.head)) / (sizes.pp * sizes.tp)
-    dense = _elements_of(shape.layers, False) / (sizes.pp * sizes.tp) + outer
-    return dense, _elements_of(shape.layers, True) / (sizes.pp * sizes.tp * sizes.ep)
+    """Matrices' elements on one device: of those that all replicas share, and of experts."""
+    blocks, outer = sizes.pp * sizes.tp, shape.outer_parameters / (sizes.pp * sizes.tp)
+    return shape.dense_parameters / blocks + outer, shape.expert_parameters / (blocks * sizes.ep)
 
 
 def _replicas(costs: Costs, parallel: Parallel, dense: float, experts: float) -> float:
