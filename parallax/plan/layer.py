@@ -57,8 +57,8 @@ class Software:
     `host_s` is what the host takes to launch a kernel: 0 where one program holds them all. `pass_bytes` are bytes read
     and written per token and element of the width by norms, residual sums and dropout, forward and backward; `kernels`
     the kernels of a layer, forward and backward; `gradient_bytes` those of adding a weight's gradient to its sum.
-    `scores` says that attention writes its scores to memory (no fused kernel), and `hides_tp` that the backward's tp
-    communication runs beside the weight gradients of column-parallel matrices."""
+    `scores` says that attention writes its scores to memory (no fused kernel), and `hides_tp` that with sequence
+    parallelism the backward's tp communication runs beside the weight gradients of column-parallel matrices."""
 
     host_s: float
     pass_bytes: tuple[float, float]
@@ -180,7 +180,7 @@ def layer_time(costs: Costs, software: Software, layer: LayerShape, sizes: Sizes
         "selective": Parts(0, attention[0], 0, 5, halves[2] * half, ring[0], 0),
         "none": NOTHING._replace(tp=halves[2] * half),
     }[work.remat]
-    return LayerTime(forward, backward, again, min(halves[1] * half, column_s) if software.hides_tp else 0.0)
+    return LayerTime(forward, backward, again, min(halves[1] * half, column_s) if software.hides_tp and work.sequence_parallel else 0.0)
 
 
 def _context(costs: Costs, keys: float, gradients: float, cp: int, tp: int, how: str) -> tuple[float, float]:

@@ -1,0 +1,133 @@
+"""Estimates and plans as people read them in a terminal. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parallax.plan.estimate import GIB, HFU_FLOPS, MFU_FLOPS, Estimate
+from parallax.text import layout
+
+BAR = 24  # characters
+NAMES = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory_bound": "memory-bound ops",
+    "recompute": "recomputation",
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "pp": "pipeline sends",
+    "vocabulary": "embedding, output, loss",
+    "dp": "gradients and weights",
+    "bubble": "pipeline bubble",
+    "padding": "padding layers",
+    "optimizer": "optimizer",
+    "launch": "kernel launches",
+}
+
+
+def gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f}"
+
+
+def bar(share: float, width: int = BAR, style: str = "cyan") -> Text:
+    """A horizontal bar in eighths of a character."""
+    eighths = round(max(0.0, min(share, 1.0)) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return Text("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else ""), style=style)
+
+
+def table(*columns: str, left: Iterable[int] = (0,)) -> Table:
+    """Aligned columns under plain headings, numbers to the right."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    left = set(left)
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="left" if i in left else "right", no_wrap=True)
+    return made
+
+
+def estimate_view(estimate: Estimate) -> RenderableType:
+    """Head line, memory by stage, time by item, communication by axis."""
+    job, machine = estimate.job, estimate.job.machine
+    scheme = "Megatron-LM's scheme" if estimate.framework == "megatron" else "parallax"
+    where = layout(job.parallel) or "one device"
+    head = Text(f"{job.shape.name} on {job.devices:,} x {machine.name} ({scheme})\n", style="bold")
+    head.append(f"{where}; {job.microbatches} microbatches of {job.train.micro_batch_size} x {job.train.seq_len}, ", "")
+    head.append(f"{job.train.precision}, remat {job.train.remat}\n", "")
+    parts: list[RenderableType] = [head, _verdict(estimate), Text(), _stages(estimate)]
+    if estimate.time is None:
+        parts += [Text(), Text(f"no time: {machine.name} has no speed of its own; use a mesh of real devices")]
+    else:
+        parts += [Text(), _speed(estimate), Text(), _time(estimate.time.items), Text(), _communication(estimate)]
+    return Group(*parts)
+
+
+def _verdict(estimate: Estimate) -> Text:
+    hbm = estimate.job.machine.hbm_bytes
+    worst = max(range(len(estimate.stages)), key=estimate.stage_bytes.__getitem__)
+    fullest = f"stage {worst}" if len(set(estimate.stage_bytes)) > 1 else "every stage"
+    needs = f"{gib(estimate.peak_bytes)} GiB a device on {fullest}"
+    if not hbm:
+        return Text(f"{needs}; the devices share the host's memory")
+    left = hbm - estimate.peak_bytes
+    if left >= 0:
+        return Text(f"fits: {needs} of {gib(hbm)}, {gib(left)} GiB free", style="green")
+    return Text(f"does not fit: {needs}, {gib(-left)} GiB more than the {gib(hbm)} of {estimate.job.machine.name}", "red")
+
+
+def _stages(estimate: Estimate) -> Table:
+    """A line for each stretch of equal stages."""
+    names = list(estimate.stages[0])
+    shown = table("GiB a device", *names, "total", left=(0,))
+    for _, group in groupby(enumerate(estimate.stages), key=lambda stage: stage[1]):
+        ranks = [rank for rank, _ in group]
+        label = f"stage {ranks[0]}" if len(ranks) == 1 else f"stages {ranks[0]} to {ranks[-1]}"
+        items = estimate.stages[ranks[0]]
+        shown.add_row(label, *(gib(items[name]) for name in names), gib(sum(items.values())))
+    return shown
+
+
+def _speed(estimate: Estimate) -> Text:
+    return Text(
+        f"step {seconds(estimate.step_time_s)}: {estimate.tokens_per_s:,.0f} tokens/s, "
+        f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}\n"
+        f"  MFU counts {MFU_FLOPS}\n  HFU counts {HFU_FLOPS}"
+    )
+
+
+def _time(items: dict[str, float]) -> Table:
+    total, most = sum(items.values()), max(items.values())
+    shown = table("time of a step", "s", "share", "", left=(0, 3))
+    for name, s in sorted(items.items(), key=lambda item: -item[1]):
+        if s > 0:
+            shown.add_row(NAMES[name], seconds(s, unit=False), f"{s / total:.1%}", bar(s / most))
+    return shown
+
+
+def _communication(estimate: Estimate) -> RenderableType:
+    assert estimate.time is not None
+    shown = table("communication", "s", "exposed", left=(0,))
+    for name, (total, exposed) in estimate.time.communication.items():
+        if total > 0:
+            shown.add_row(NAMES[name] if name != "vocabulary" else "vocabulary", *(seconds(s, False) for s in (total, exposed)))
+    return shown if shown.row_count else Text("no communication")
+
+
+def seconds(s: float, unit: bool = True) -> str:
+    """Three digits."""
+    digits = 3 if s < 1 else 2 if s < 10 else 1 if s < 1000 else 0
+    return f"{s:,.{digits}f}{' s' if unit else ''}"
+
+
+def measured_view(rows: Sequence[tuple[str, int, float, float, float, float, int, float | None]]) -> Table:
+    """Errors by source: name, rows, mean, median, worst, bias, groups, regret."""
+    shown = table("source", "rows", "mean", "median", "worst", "bias", "groups", "regret")
+    for name, count, mean, median, worst, bias, groups, regret in rows:
+        cells = [f"{mean:.1%}", f"{median:.1%}", f"{worst:.1%}", f"{bias:+.1%}", str(groups)]
+        shown.add_row(name, str(count), *cells, "" if regret is None else f"{regret:.1%}")
+    return shown
