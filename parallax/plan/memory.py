@@ -7,7 +7,9 @@ vocabulary, each the part of one device; e is the bytes of an element of weights
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from typing import NamedTuple
@@ -23,7 +25,15 @@ from parallax.stages import Stages
 BYTES = {"bfloat16": 2, "float32": 4}
 KEYS = 512  # keys that attention scores at a time
 
-Layers = tuple[tuple[LayerShape, int], ...]  # runs of equal layers, in model order
+
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """A layer that several places hold, and its own key in a cache: to hash a LayerShape is to hash all its weights."""
+
+    layer: LayerShape
+
+
+Layers = tuple[tuple[_Kind, int], ...]  # runs of equal layers, in model order
 
 
 class _Split(NamedTuple):
@@ -70,9 +80,8 @@ def own_memory(shape: ModelShape, parallel: Parallel, train: Train) -> tuple[dic
     Where layers differ, one program serves all ranks: a place of a chunk is as large as the largest that a rank puts
     there. Raises ScheduleError where a schedule's file does not fit."""
     pp, v, ep, tp, cp = parallel.pp, parallel.virtual_stages, parallel.ep, parallel.tp, parallel.cp
-    layers: Layers = tuple((layer, len(list(run))) for layer, run in groupby(shape.layers))
-    whole = kept_whole(parallel, (layer for layer, _ in layers))
-    split = _Split(ep, tp, cp, tp if parallel.sequence_parallel else 1, whole, parallel.context)
+    layers: Layers = tuple((_kind(layer), len(list(run))) for layer, run in groupby(shape.layers))
+    split = _Split(ep, tp, cp, tp if parallel.sequence_parallel else 1, _whole(layers, tp), parallel.context)
     work = _Work(train.micro_batch_size, train.seq_len // cp, shape.width, BYTES[train.precision], train.remat)
     replicas, expert_replicas = parallel.dp * ep * cp, parallel.dp * cp
 
@@ -85,6 +94,7 @@ def own_memory(shape: ModelShape, parallel: Parallel, train: Train) -> tuple[dic
     microbatches = train.global_batch_size // (parallel.dp * ep * train.micro_batch_size)
     slots = _slots(parallel.schedule, pp, v, microbatches)
     between = work.tokens * shape.width // split.sequence * work.element  # an activation between layers
+    V = shape.vocab_size
     items = {
         "weights": work.element * local,
         "masters": 4 * sharded,
@@ -92,15 +102,30 @@ def own_memory(shape: ModelShape, parallel: Parallel, train: Train) -> tuple[dic
         "gradients": 4 * local,
         "stash": slots.stash * _chunk_kept(layers, pp * v, split, work),
         "inboxes": (slots.activations + slots.gradients + slots.losses + 2) * between,
-        "logits": _loss_phase(shape.vocab_size, pp, split, work),
+        "logits": _loss_phase(V, pp, split, work),
     }
-    return ({**items, "workspace": 0},) * pp
+    ticks = max(items["logits"], _layer_phase(layers, split, work), _embedding_phase(V, pp, split, work))
+    if replicas > 1:
+        ticks += 4 * (sharded - outer_sharded) + work.element * outer_local
+    update = 4 * sharded if replicas > 1 else 0
+    rest = max(ticks - items["logits"], update - items["stash"] - items["inboxes"] - items["logits"])
+    return ({**items, "workspace": rest},) * pp
 
 
 def _slots(schedule: str, pp: int, v: int, m: int) -> Buffers:
     if schedule in SCHEDULES:
         return buffers(schedule, pp, v, m)
     return tick_table(make_schedule(schedule, pp, v, m)).buffers
+
+
+@cache
+def _kind(layer: LayerShape) -> _Kind:
+    return _Kind(layer)
+
+
+@cache
+def _whole(layers: Layers, tp: int) -> frozenset[str]:
+    return kept_whole(Parallel(tp=tp), (kind.layer for kind, _ in layers))
 
 
 # Weights
@@ -119,28 +144,27 @@ def _elements(weights: tuple[Weight, ...], split: _Split, shards: tuple[int, int
 
 
 @cache
-def _places(layers: Layers, pp: int, v: int) -> tuple[tuple[frozenset[LayerShape], int], ...]:
+def _places(layers: Layers, pp: int, v: int) -> tuple[tuple[frozenset[_Kind], int], ...]:
     """The layers that meet in one place of the stacked blocks [v, pp, layer of a chunk], over ranks; and how many
     places hold such. Where all ranks have padding, any layer may stand for it."""
-    order = [layer for layer, count in layers for _ in range(count)]
+    order = [kind for kind, count in layers for _ in range(count)]
     stages = Stages(len(order), pp, v)
-    at: list[set[LayerShape]] = [set() for _ in range(v * stages.room)]
-    for layer, place in zip(order, stages.places.tolist(), strict=True):
+    at: list[set[_Kind]] = [set() for _ in range(v * stages.room)]
+    for kind, place in zip(order, stages.places.tolist(), strict=True):
         stage, index = divmod(place, stages.room)
-        at[stage // pp * stages.room + index].add(layer)
-    kinds = [frozenset(met or order) for met in at]
-    return tuple((kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))
+        at[stage // pp * stages.room + index].add(kind)
+    return tuple(Counter(frozenset(met or order) for met in at).items())
 
 
-def _over_places(layers: Layers, pp: int, v: int, size: Callable[[LayerShape], int]) -> int:
+def _over_places(layers: Layers, pp: int, v: int, size: Callable[[_Kind], int]) -> int:
     return sum(count * max(map(size, kinds)) for kinds, count in _places(layers, pp, v))
 
 
 @cache
 def _blocks(layers: Layers, pp: int, v: int, split: _Split, shards: tuple[int, int]) -> tuple[int, int]:
     """As `_elements`, of all blocks on a rank."""
-    local = _over_places(layers, pp, v, lambda layer: _elements(layer.weights, split, shards)[0])
-    return local, _over_places(layers, pp, v, lambda layer: _elements(layer.weights, split, shards)[1])
+    elements = lambda kind: _elements(kind.layer.weights, split, shards)
+    return tuple(_over_places(layers, pp, v, lambda kind: elements(kind)[i]) for i in range(2))
 
 
 # Residuals
@@ -149,14 +173,15 @@ def _blocks(layers: Layers, pp: int, v: int, split: _Split, shards: tuple[int, i
 @cache
 def _chunk_kept(layers: Layers, stages: int, split: _Split, work: _Work) -> int:
     """Bytes of a stash slot. It serves every chunk of a rank, so that all stages meet in its places."""
-    return _over_places(layers, stages, 1, lambda layer: _kept(layer, split, work))
+    return _over_places(layers, stages, 1, lambda kind: _kept(kind, split, work))
 
 
-def _kept(layer: LayerShape, split: _Split, work: _Work) -> int:
+@cache
+def _kept(kind: _Kind, split: _Split, work: _Work) -> int:
     """Bytes that `jax.vjp` of a layer leaves: its input; under "selective" and "none" the products of weights, but for
     the last, which is only added; under "none" attention's output and its float32 log-sum-exp."""
     T, D, e = work.tokens, work.width, work.element
-    kept = T * D // split.sequence * e
+    kept, layer = T * D // split.sequence * e, kind.layer
     if work.remat == "full":
         return kept
     for weight in layer.weights:
@@ -174,5 +199,55 @@ def _kept(layer: LayerShape, split: _Split, work: _Work) -> int:
 
 
 def _loss_phase(vocab_size: int, pp: int, split: _Split, work: _Work) -> int:
+    """Float32 logits [T, V], of which the exponentials and, in the two products that read it, their gradient are worked
+    out again; the layers' output and its gradient, whole [T, D] and as they are between layers."""
+    T, D, e = work.tokens, work.width, work.element
     V = -(-vocab_size // (pp * split.tp))
-    return work.tokens * V * 4
+    return 4 * T * V + 2 * T * D * e + 2 * T * D // split.sequence * e
+
+
+def _embedding_phase(vocab_size: int, pp: int, split: _Split, work: _Work) -> int:
+    """The gradient of the look-up: a float32 table [V, D], and what it adds up, [T, D] whole and in float32."""
+    V = -(-vocab_size // (pp * split.tp))
+    return 4 * V * work.width + work.tokens * work.width * (work.element + 4)
+
+
+@cache
+def _layer_phase(layers: Layers, split: _Split, work: _Work) -> int:
+    """The backward of the largest layer, at its fullest: in attention's. XLA leaves weight gradients to the end of a
+    layer, so that what they read is all there: inputs and output gradients of the products, whole [T, D] or [T, F]."""
+    return max(_layer_backward(kind.layer, split, work) for kind, _ in layers)
+
+
+def _layer_backward(layer: LayerShape, split: _Split, work: _Work) -> int:
+    T, D, e = work.tokens, work.width, work.element
+    wide = sum(
+        split.local(weight)[-1] * (layer.experts_per_token if "experts" in weight.axes else 1)
+        for weight in layer.weights
+        if weight.decays and weight.axes[-1] == "ff"
+    )
+    wide *= 2 if work.remat == "full" else 1  # with their gradients; else the stash holds the products
+    return T * e * (wide + 4 * D) + 2 * T * D // split.sequence * e + _attention_backward(layer, split, work)
+
+
+def _attention_backward(layer: LayerShape, split: _Split, work: _Work) -> int:
+    """Queries, output and its gradient; keys and values; float32 sums of the three gradients; and of one block of keys
+    the scores in float32 and, as the products read them, in e bytes. Over cp: with "ring", the keys and values that
+    arrive, the sums that travel with them, and those of one chunk before they are added; with "all_gather" keys,
+    values and their sums for the whole sequence, and these once more as they come out of the loop over blocks."""
+    T, e, cp = work.tokens, work.element, split.cp
+    heads = layer.heads // split.tp
+    kv_heads = 1 if "kv_heads" in split.whole else layer.kv_heads // split.tp
+    C, C_v = layer.head_size, layer.value_head_size or layer.head_size
+    q, out, kv = heads * C, heads * C_v, kv_heads * (C + C_v)
+    chunk = work.seq_len // (2 if cp > 1 else 1)
+    keys = work.seq_len * cp if split.context == "all_gather" else chunk
+    block = -(-keys // -(-keys // KEYS))
+    scores = work.batch * heads * chunk * block * (4 + e)
+    if cp == 1:
+        held, summed = kv, q + kv
+    elif split.context == "ring":
+        held, summed = 2 * kv, (q + kv) * 3 // 2 + kv
+    else:
+        held, summed = (1 + cp) * kv, q + 2 * cp * kv
+    return T * (e * (q + 2 * out + held) + 4 * summed) + scores
