@@ -7,6 +7,7 @@ vocabulary, each the part of one device; e is the bytes of an element of weights
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from parallax.shape import LayerShape, ModelShape, Weight
 from parallax.stages import Stages
 
 BYTES = {"bfloat16": 2, "float32": 4}
-KEYS = 512  # keys that attention scores at a time
+KEYS = 512  # that attention scores at a time: parallax.nn.attention.BLOCK
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ Layers = tuple[tuple[_Kind, int], ...]  # runs of equal layers, in model order
 
 
 class _Split(NamedTuple):
-    """How a layer is cut on one device: what its residuals and transients depend on."""
+    """How one device's part of a layer is cut."""
 
     ep: int
     tp: int
@@ -74,42 +75,42 @@ def own_memory(shape: ModelShape, parallel: Parallel, train: Train) -> tuple[dic
     - `stash`: what the layers of a chunk keep for their backward (see `_kept`), in each slot.
     - `inboxes`: activations, gradients and loss gradients in their slots, and the two that a tick hands to the next.
     - `logits`: what the loss phase holds (see `_loss_phase`).
-    - `workspace`: the rest of the fullest moment: the sum of all items is the peak. The loss phase, a layer's backward,
-      the embedding's gradient and the update use the same memory, one after the other.
+    - `workspace`: what the fullest moment needs besides, so that the items add up to the peak. The loss phase, a
+      layer's backward and the embedding's gradient use the same memory, one after the other; with more than one
+      replica there are also the reduced gradients of the blocks and a copy of the embedding and head.
 
     Where layers differ, one program serves all ranks: a place of a chunk is as large as the largest that a rank puts
-    there. Raises ScheduleError where a schedule's file does not fit."""
+    there. Takes for granted that the layout is one that `parallax.rules` lets pass. Raises ScheduleError where a
+    schedule's file does not fit it."""
     pp, v, ep, tp, cp = parallel.pp, parallel.virtual_stages, parallel.ep, parallel.tp, parallel.cp
     layers: Layers = tuple((_kind(layer), len(list(run))) for layer, run in groupby(shape.layers))
     split = _Split(ep, tp, cp, tp if parallel.sequence_parallel else 1, _whole(layers, tp), parallel.context)
     work = _Work(train.micro_batch_size, train.seq_len // cp, shape.width, BYTES[train.precision], train.remat)
-    replicas, expert_replicas = parallel.dp * ep * cp, parallel.dp * cp
+    replicas = (parallel.dp * ep * cp, parallel.dp * cp)
+    shards = replicas if parallel.zero else (1, 1)
+    blocks, block_shards = _blocks(layers, pp, v, split, shards)
+    outer, outer_shards = _elements(shape.embed + shape.head, split, shards, pp)
 
-    shards = (replicas, expert_replicas) if parallel.zero else (1, 1)
-    local, sharded = _blocks(layers, pp, v, split, shards)
-    outer = shape.embed + shape.head
-    outer_local, outer_sharded = _elements(outer, split, shards, pp)
-    local, sharded = local + outer_local, sharded + outer_sharded
-
-    microbatches = train.global_batch_size // (parallel.dp * ep * train.micro_batch_size)
-    slots = _slots(parallel.schedule, pp, v, microbatches)
+    slots = _slots(parallel.schedule, pp, v, train.global_batch_size // (parallel.dp * ep * train.micro_batch_size))
     between = work.tokens * shape.width // split.sequence * work.element  # an activation between layers
-    V = shape.vocab_size
-    items = {
-        "weights": work.element * local,
-        "masters": 4 * sharded,
-        "moments": 8 * sharded + 8,
-        "gradients": 4 * local,
+    loss = _loss_phase(shape.vocab_size, pp, split, work)
+    fullest = max(loss, _layer_phase(layers, split, work), _embedding_phase(shape.embed, pp, split, work))
+    beside = 0
+    if replicas[0] > 1:
+        # XLA may allocate what the reduction writes before the ticks begin, and copies the tables that they read,
+        # as the update writes to their buffers. The update itself needs less than the ticks, which are over by then.
+        beside = 4 * block_shards + work.element * outer
+    items: dict[str, float] = {
+        "weights": work.element * (blocks + outer),
+        "masters": 4 * (block_shards + outer_shards),
+        "moments": 8 * (block_shards + outer_shards) + 8,
+        "gradients": 4 * (blocks + outer),
         "stash": slots.stash * _chunk_kept(layers, pp * v, split, work),
         "inboxes": (slots.activations + slots.gradients + slots.losses + 2) * between,
-        "logits": _loss_phase(V, pp, split, work),
+        "logits": loss,
+        "workspace": fullest - loss + beside,
     }
-    ticks = max(items["logits"], _layer_phase(layers, split, work), _embedding_phase(V, pp, split, work))
-    if replicas > 1:
-        ticks += 4 * (sharded - outer_sharded) + work.element * outer_local
-    update = 4 * sharded if replicas > 1 else 0
-    rest = max(ticks - items["logits"], update - items["stash"] - items["inboxes"] - items["logits"])
-    return ({**items, "workspace": rest},) * pp
+    return (items,) * pp
 
 
 def _slots(schedule: str, pp: int, v: int, m: int) -> Buffers:
@@ -133,13 +134,14 @@ def _whole(layers: Layers, tp: int) -> frozenset[str]:
 
 @cache
 def _elements(weights: tuple[Weight, ...], split: _Split, shards: tuple[int, int], pp: int = 1) -> tuple[int, int]:
-    """Elements on one device of all weights, and of their shards: a weight that the replicas do not divide is padded.
-    `shards` is how many replicas share a dense weight, and an expert's."""
+    """Elements on one device of all weights, and of its shards of them: a weight that the replicas do not divide is
+    padded. `shards` is among how many a dense weight is split, and an expert's."""
+    dense, experts = shards
     local = sharded = 0
     for weight in weights:
-        size = Weight(split.local(weight, pp), weight.axes).size
+        size = math.prod(split.local(weight, pp))
         local += size
-        sharded += -(-size // shards["experts" in weight.axes])
+        sharded += -(-size // (experts if "experts" in weight.axes else dense))
     return local, sharded
 
 
@@ -164,7 +166,8 @@ def _over_places(layers: Layers, pp: int, v: int, size: Callable[[_Kind], int]) 
 def _blocks(layers: Layers, pp: int, v: int, split: _Split, shards: tuple[int, int]) -> tuple[int, int]:
     """As `_elements`, of all blocks on a rank."""
     elements = lambda kind: _elements(kind.layer.weights, split, shards)
-    return tuple(_over_places(layers, pp, v, lambda kind: elements(kind)[i]) for i in range(2))
+    local = _over_places(layers, pp, v, lambda kind: elements(kind)[0])
+    return local, _over_places(layers, pp, v, lambda kind: elements(kind)[1])
 
 
 # Residuals
@@ -178,16 +181,17 @@ def _chunk_kept(layers: Layers, stages: int, split: _Split, work: _Work) -> int:
 
 @cache
 def _kept(kind: _Kind, split: _Split, work: _Work) -> int:
-    """Bytes that `jax.vjp` of a layer leaves: its input; under "selective" and "none" the products of weights, but for
-    the last, which is only added; under "none" attention's output and its float32 log-sum-exp."""
+    """Bytes that `jax.vjp` of a layer leaves: its input; under "selective" and "none" the products of its matrices, but
+    for the last, which is only added; under "none" attention's output and its float32 log-sum-exp. Column-parallel
+    products are whole along the sequence, row-parallel ones as between layers; an expert's are those of the tokens that
+    visit, as many as `experts_per_token` times a rank's own."""
     T, D, e = work.tokens, work.width, work.element
     kept, layer = T * D // split.sequence * e, kind.layer
     if work.remat == "full":
         return kept
     for weight in layer.weights:
         if weight.decays and weight.axes[-1] != "embed":
-            visits = layer.experts_per_token if "experts" in weight.axes else 1
-            kept += visits * T * split.local(weight)[-1] * e
+            kept += T * _outputs(weight, layer, split) * e
         elif weight.decays and weight.axes[-2] != "ff":
             kept += T * D // split.sequence * e
     if work.remat == "none":
@@ -195,21 +199,31 @@ def _kept(kind: _Kind, split: _Split, work: _Work) -> int:
     return kept
 
 
+def _outputs(weight: Weight, layer: LayerShape, split: _Split) -> int:
+    """The width of a column-parallel product on one device, for a token and all experts that it visits."""
+    return split.local(weight)[-1] * (layer.experts_per_token if "experts" in weight.axes else 1)
+
+
 # Transients
 
 
 def _loss_phase(vocab_size: int, pp: int, split: _Split, work: _Work) -> int:
-    """Float32 logits [T, V], of which the exponentials and, in the two products that read it, their gradient are worked
-    out again; the layers' output and its gradient, whole [T, D] and as they are between layers."""
+    """Float32 logits [T, V]; the layers' output and its gradient, whole [T, D] and as they are between layers.
+
+    The exponentials and the gradient of the logits, which the code names, are not arrays of their own on TPU: XLA works
+    them out from the logits wherever they are read. A compiler that does not holds e T V more."""
     T, D, e = work.tokens, work.width, work.element
     V = -(-vocab_size // (pp * split.tp))
     return 4 * T * V + 2 * T * D * e + 2 * T * D // split.sequence * e
 
 
-def _embedding_phase(vocab_size: int, pp: int, split: _Split, work: _Work) -> int:
-    """The gradient of the look-up: a float32 table [V, D], and what it adds up, [T, D] whole and in float32."""
-    V = -(-vocab_size // (pp * split.tp))
-    return 4 * V * work.width + work.tokens * work.width * (work.element + 4)
+@cache
+def _embedding_phase(embed: tuple[Weight, ...], pp: int, split: _Split, work: _Work) -> int:
+    """Whole gradients of the embedding's weights, that of the table [V, D] in float32; and what is added up in it, as
+    it comes and in float32, [T, D]."""
+    e = work.element
+    sizes = [math.prod(split.local(weight, pp)) * (4 if "vocab" in weight.axes else e) for weight in embed]
+    return sum(sizes) + work.tokens * work.width * (e + 4)
 
 
 @cache
@@ -221,13 +235,10 @@ def _layer_phase(layers: Layers, split: _Split, work: _Work) -> int:
 
 def _layer_backward(layer: LayerShape, split: _Split, work: _Work) -> int:
     T, D, e = work.tokens, work.width, work.element
-    wide = sum(
-        split.local(weight)[-1] * (layer.experts_per_token if "experts" in weight.axes else 1)
-        for weight in layer.weights
-        if weight.decays and weight.axes[-1] == "ff"
-    )
-    wide *= 2 if work.remat == "full" else 1  # with their gradients; else the stash holds the products
-    return T * e * (wide + 4 * D) + 2 * T * D // split.sequence * e + _attention_backward(layer, split, work)
+    products = [weight for weight in layer.weights if weight.decays and weight.axes[-1] == "ff"]
+    F = sum(_outputs(weight, layer, split) for weight in products)
+    F *= 2 if work.remat == "full" else 1  # products and their gradients; or the stash holds the products
+    return T * e * (F + 4 * D) + 2 * T * D // split.sequence * e + _attention_backward(layer, split, work)
 
 
 def _attention_backward(layer: LayerShape, split: _Split, work: _Work) -> int:

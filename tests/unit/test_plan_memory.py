@@ -18,7 +18,8 @@ from parallax.config import Log, Model, Parallel, RunConfig, Train
 from parallax.mesh import make_mesh
 from parallax.model import Model as Functions
 from parallax.models import gpt, llama
-from parallax.plan.memory import own_memory
+from parallax.nn.attention import BLOCK
+from parallax.plan.memory import KEYS, own_memory
 from parallax.program import Batch, Program
 from parallax.schedule import make_schedule, tick_table, to_csv
 from parallax.schedule.buffers import buffers
@@ -145,6 +146,22 @@ def without_tp(program: Program) -> Any:
     """The PartitionSpecs of the weights, as the pipeline's map sees them."""
     specs = pipeline.weight_specs(program.model, program.layout)
     return jax.tree.map(lambda spec: pipeline.only(spec, pipeline.MANUAL), specs)
+
+
+def test_transients():
+    """The loss phase by the dimensions of its arrays; and that memory is linear in the sequence."""
+    shape = MODELS["uneven"].shape()
+    D, e, V = WIDTH, 2, 251  # a fourth of 1003, rounded up
+
+    def found(remat: Any, seq_len: int) -> dict[str, float]:
+        step = Train(steps=1, seq_len=seq_len, global_batch_size=B, micro_batch_size=B, remat=remat)
+        return own_memory(shape, Parallel(pp=2, tp=2), step)[0]
+
+    T = B * 64
+    assert found("full", 64)["logits"] == 4 * T * V + 2 * T * D * e + 2 * T * (D // 2) * e
+    assert KEYS == BLOCK  # scores are of so many keys at a time
+    short, long = (found("full", n)["logits"] + found("full", n)["workspace"] for n in (8 * KEYS, 16 * KEYS))
+    assert long == 2 * short
 
 
 # Build for 64 H100 of an earlier proof of the same scheme: GiB a device by XLA, of virtual stages 1, 2 and 5
