@@ -48,8 +48,7 @@ class _Split(NamedTuple):
     context: str
 
     def local(self, weight: Weight, pp: int = 1) -> tuple[int, ...]:
-        sizes = Sizes({"pp": pp, "ep": self.ep, "tp": self.tp}, self.whole)
-        return sizes.local(weight.shape, weight.axes)
+        return _local(weight, pp, self.ep, self.tp, self.whole)
 
 
 class _Work(NamedTuple):
@@ -130,6 +129,11 @@ def _whole(layers: Layers, tp: int) -> frozenset[str]:
 
 
 # Weights
+
+
+@cache
+def _local(weight: Weight, pp: int, ep: int, tp: int, whole: frozenset[str]) -> tuple[int, ...]:
+    return Sizes({"pp": pp, "ep": ep, "tp": tp}, whole).local(weight.shape, weight.axes)
 
 
 @cache
