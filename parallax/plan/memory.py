@@ -212,13 +212,14 @@ def _outputs(weight: Weight, layer: LayerShape, split: _Split) -> int:
 
 
 def _loss_phase(vocab_size: int, pp: int, split: _Split, work: _Work) -> int:
-    """Float32 logits [T, V]; the layers' output and its gradient, whole [T, D] and as they are between layers.
+    """Float32 logits [T, V] and their gradient in e bytes; the layers' output and its gradient, whole [T, D] and as
+    between layers.
 
-    The exponentials and the gradient of the logits, which the code names, are not arrays of their own on TPU: XLA works
-    them out from the logits wherever they are read. A compiler that does not holds e T V more."""
+    XLA works out the exponentials from the logits wherever they are read; and the gradient of the logits too, where a
+    microbatch is one sequence (as built for TPU), so that only larger ones hold it."""
     T, D, e = work.tokens, work.width, work.element
     V = -(-vocab_size // (pp * split.tp))
-    return 4 * T * V + 2 * T * D * e + 2 * T * D // split.sequence * e
+    return (4 + (e if work.batch > 1 else 0)) * T * V + 2 * T * D * e + 2 * T * D // split.sequence * e
 
 
 @cache

@@ -158,14 +158,15 @@ def test_transients():
     shape = MODELS["uneven"].shape()
     D, e, V = WIDTH, 2, 251  # a fourth of 1003, rounded up
 
-    def found(remat: Any, seq_len: int) -> dict[str, float]:
-        step = Train(steps=1, seq_len=seq_len, global_batch_size=B, micro_batch_size=B, remat=remat)
+    def found(seq_len: int, sequences: int) -> dict[str, float]:
+        step = Train(steps=1, seq_len=seq_len, global_batch_size=sequences, micro_batch_size=sequences)
         return own_memory(shape, Parallel(pp=2, tp=2), step)[0]
 
-    T = B * 64
-    assert found("full", 64)["logits"] == 4 * T * V + 2 * T * D * e + 2 * T * (D // 2) * e
+    for sequences, gradient in ((1, 0), (B, e)):  # of a logit, in bytes
+        T = sequences * S
+        assert found(S, sequences)["logits"] == (4 + gradient) * T * V + 2 * T * D * e + 2 * T * (D // 2) * e
     assert KEYS == BLOCK  # scores are of so many keys at a time
-    short, long = (found("full", n)["logits"] + found("full", n)["workspace"] for n in (8 * KEYS, 16 * KEYS))
+    short, long = (found(n, 1)["logits"] + found(n, 1)["workspace"] for n in (8 * KEYS, 16 * KEYS))
     assert long == 2 * short
 
 
