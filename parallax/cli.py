@@ -94,6 +94,8 @@ def _one_line(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     import parallax.checkpoint_command as checkpoint_command  # here, where Ctrl-C is listened to
     import parallax.data.command as tokenize_command
+    import parallax.plan.command as plan_command
+    import parallax.plan.estimate_command as estimate_command
     import parallax.schedule.command as schedule_command
     import parallax.translate.command as translate_command
 
@@ -124,6 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     tokenize = verbs.add_parser("tokenize", help="turn text into tokens on disk")
     tokenize_command.add_arguments(tokenize)
     tokenize.set_defaults(run=lambda args: _print_results(tokenize_command.run, args))
+    plan = verbs.add_parser("plan", help="choose a layout for a model on a machine, and say why")
+    plan_command.add_arguments(plan)
+    plan.set_defaults(run=lambda args: _print_results(plan_command.run, args))
+    estimate = verbs.add_parser("estimate", help="memory and step time of a run file, by formula")
+    estimate_command.add_arguments(estimate)
+    estimate.set_defaults(run=lambda args: _print_results(estimate_command.run, args))
     translate = verbs.add_parser("translate", help="turn a Megatron-LM command line into a run file")
     translate_command.add_arguments(translate)
     translate.set_defaults(run=lambda args: _print_results(translate_command.run, args))

@@ -1,4 +1,4 @@
-"""Slots of a built-in schedule's ring buffers by formula, for who prices thousands of layouts. No jax."""
+"""Slots of a built-in schedule's ring buffers by formula, to price layouts by the thousand. No jax."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ LAYERS = (
     ("mesh", "model"),
     ("nn",),
     ("sharding",),
+    ("plan",),
     ("batch_size", "text", "validate"),
     ("rules",),
     ("machine", "model_files"),
@@ -40,7 +41,8 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
     *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "layout"),
-    *("machine", "plan", "rules", "schedule", "shape", "signals", "stages", "text", "translate", "validate", "version"),
+    *("machine", "plan", "plan.command", "plan.estimate_command", "rules", "schedule", "shape", "signals", "stages"),
+    *("text", "translate", "validate", "version"),
 )
 
 
