@@ -180,7 +180,8 @@ def layer_time(costs: Costs, software: Software, layer: LayerShape, sizes: Sizes
         "selective": Parts(0, attention[0], 0, 5, halves[2] * half, ring[0], 0),
         "none": NOTHING._replace(tp=halves[2] * half),
     }[work.remat]
-    return LayerTime(forward, backward, again, min(halves[1] * half, column_s) if software.hides_tp and work.sequence_parallel else 0.0)
+    hidden = min(halves[1] * half, column_s) if software.hides_tp and work.sequence_parallel else 0.0
+    return LayerTime(forward, backward, again, hidden)
 
 
 def _context(costs: Costs, keys: float, gradients: float, cp: int, tp: int, how: str) -> tuple[float, float]:

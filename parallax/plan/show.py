@@ -68,7 +68,7 @@ def estimate_view(estimate: Estimate) -> RenderableType:
 
 
 def _verdict(estimate: Estimate) -> Text:
-    hbm = estimate.job.machine.hbm_bytes
+    hbm, machine = estimate.job.machine.hbm_bytes, estimate.job.machine.name
     worst = max(range(len(estimate.stages)), key=estimate.stage_bytes.__getitem__)
     fullest = f"stage {worst}" if len(set(estimate.stage_bytes)) > 1 else "every stage"
     needs = f"{gib(estimate.peak_bytes)} GiB a device on {fullest}"
@@ -77,7 +77,7 @@ def _verdict(estimate: Estimate) -> Text:
     left = hbm - estimate.peak_bytes
     if left >= 0:
         return Text(f"fits: {needs} of {gib(hbm)}, {gib(left)} GiB free", style="green")
-    return Text(f"does not fit: {needs}, {gib(-left)} GiB more than the {gib(hbm)} of {estimate.job.machine.name}", "red")
+    return Text(f"does not fit: {needs}, {gib(-left)} GiB more than the {gib(hbm)} of {machine}", "red")
 
 
 def _stages(estimate: Estimate) -> Table:
@@ -114,7 +114,9 @@ def _communication(estimate: Estimate) -> RenderableType:
     shown = table("communication", "s", "exposed", left=(0,))
     for name, (total, exposed) in estimate.time.communication.items():
         if total > 0:
-            shown.add_row(NAMES[name] if name != "vocabulary" else "vocabulary", *(seconds(s, False) for s in (total, exposed)))
+            shown.add_row(
+                "vocabulary" if name == "vocabulary" else NAMES[name], seconds(total, False), seconds(exposed, False)
+            )
     return shown if shown.row_count else Text("no communication")
 
 
