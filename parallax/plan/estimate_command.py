@@ -10,13 +10,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from parallax.config import ConfigError
 from parallax.plan.estimate import FRAMEWORKS, estimate, to_json
 from parallax.plan.job import read_job
 from parallax.plan.measured import Priced, by_source, price_all, read_rows, score
-from parallax.plan.show import estimate_view, measured_view
+from parallax.plan.show import console, estimate_view, measured_view
 
 EXAMPLE = """\
 examples:
@@ -60,12 +58,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         console().print(estimate_view(made))
     return DOES_NOT_FIT if made.fits is False else 0
-
-
-def console() -> Console:
-    """For what stdout is now: colours where it is a terminal, lines as long as they are where it is not."""
-    terminal = sys.stdout.isatty()
-    return Console(file=sys.stdout, highlight=False, width=None if terminal else 160, force_terminal=terminal)
 
 
 def _measured(path: Path, as_json: bool) -> int:
