@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -82,7 +83,7 @@ class Found:
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
 
-    @property
+    @cached_property
     def best(self) -> Candidate | None:
         """The fastest; of those that are as fast, the simplest."""
         if not self.fitting:

@@ -163,8 +163,8 @@ def _key_figures(found: Found, made: Estimate) -> str:
     return (
         f"{layout(best.parallel) or 'one device'}; micro batch {train.micro_batch_size}, remat {train.remat}\n"
         f"{seconds(best.step_time_s)} a step, {made.tokens_per_s:,.0f} tokens/s, MFU {made.mfu:.1%}; "
-        f"{gib(best.memory_bytes)} GiB of {gib(request.machine.hbm_bytes)} a device ({request.headroom:.0%} headroom is left); "
-        f"{len(found.fitting) + len(found.too_large):,} configurations priced"
+        f"{gib(best.memory_bytes)} GiB of {gib(request.machine.hbm_bytes)} a device ({request.headroom:.0%} are left "
+        f"free); {len(found.fitting) + len(found.too_large):,} configurations priced"
     )
 
 
