@@ -211,9 +211,9 @@ def _layout_problems(request: Request) -> Iterator[str]:
         if pinned is not None and pinned not in works:
             found = True
             why = {
-                "tp": "does not divide the devices, the model's heads and widths and the node",
-                "ep": "does not divide the model's experts" if len(works) > 1 else "needs a model with experts",
-                "cp": f"does not cut a sequence of {request.seq_len} in two chunks of at least a rank",
+                "tp": "must divide the devices, the model's heads and widths, and a node",
+                "ep": "must divide the model's experts" if len(works) > 1 else "needs a model with experts",
+                "cp": f"must cut a sequence of {request.seq_len} in two equal chunks a rank",
             }[axis]
             yield f"parallel.{axis} = {pinned} {why}; use {either(map(str, works))}"
     pp = request.pins.get("pp", 1)

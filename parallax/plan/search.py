@@ -241,7 +241,8 @@ def chunk_counts(request: Request, pp: int) -> list[int]:
         return [1]
     layers = len(request.shape.layers)
     places = -(-layers // pp)
-    return [v for v in range(1, min(places, MOST_STAGES_OF_A_RANK) + 1) if -(-layers // (pp * v)) * v == places]
+    most = min(layers // pp, MOST_STAGES_OF_A_RANK)
+    return [v for v in range(1, most + 1) if -(-layers // (pp * v)) * v == places]
 
 
 def contexts(request: Request, cp: int) -> tuple[str, ...]:
