@@ -40,7 +40,7 @@ class Machine:
     link_across_slices_bytes_per_s: float = key(0.0, "TPU: to other slices; 0 elsewhere", at_least=0)
     peak_flops: dict[str, float] = key(MISSING, "dense peak by precision; none for emulated devices")  # noqa: RUF009
     efficiency: Efficiency | None = key(None, "for estimates; none for emulated devices")  # noqa: RUF009
-    compile_target: dict[str, str] = key(MISSING, "kind, and the TPU topology or XLA's GPU target name")  # noqa: RUF009
+    compile_target: dict[str, str | float] = key(MISSING, "kind, and the TPU topology or what XLA asks of a GPU")  # noqa: RUF009
 
 
 def machine_names() -> list[str]:
