@@ -74,11 +74,12 @@ def read_rows(path: Path) -> list[Row]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
+            names = reader.fieldnames or ()
             lines = [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError([f"--measured {path}: {why}; give a CSV file of measured steps"]) from None
-    if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
+    if missing := [name for name in COLUMNS if name not in names]:
         raise ConfigError([f"--measured {path}: has no columns {', '.join(missing)}; use {', '.join(COLUMNS)}"])
     if not lines:
         raise ConfigError([f"--measured {path}: has no rows; give a line a measured step"])
