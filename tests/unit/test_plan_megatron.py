@@ -50,7 +50,8 @@ FIGURE_1 = {
 def test_korthikanti_figure_1(name: str):
     layers, width, heads, pp, v, micro, batch, states, baseline, present = FIGURE_1[name]
     shape = gpt_shape(layers, width, heads, heads, 4 * width, 51_200, glu=False, positions=2048)
-    for sequence_parallel, remat, activations in ((False, "none", baseline), (True, "selective", present)):
+    cases: list[tuple[bool, Any, float]] = [(False, "none", baseline), (True, "selective", present)]
+    for sequence_parallel, remat, activations in cases:
         parallel = interleaved(v, tp=8, pp=pp, sequence_parallel=sequence_parallel, zero=0)
         train = Train(steps=1, seq_len=2048, global_batch_size=batch, micro_batch_size=micro, remat=remat)
         first = megatron_memory(shape, parallel, train, scores=True, head=False)[0]
@@ -64,9 +65,8 @@ def test_a_layers_activations(t: int):
     """Korthikanti et al. 2022, equations 1, 2 and 4, and the last row of table 2."""
     s, b, h, a = 2048, 2, 6144, 64
     shape = gpt_shape(48, h, a, a, 4 * h, 51_200, glu=False, positions=s)
-    kept = lambda split, remat: layer_activations(
-        shape.layers[0], shape, Train(steps=1, seq_len=s, global_batch_size=b, remat=remat), s * b, t, split, True
-    )
+    train = Train(steps=1, seq_len=s, global_batch_size=b)
+    kept = lambda split, remat: layer_activations(shape.layers[0], shape, train, s * b, t, split, True, remat)
     assert kept(1, "none") == pytest.approx(s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
     assert kept(t, "none") == pytest.approx(s * b * h / t * (34 + 5 * a * s / h))
     assert kept(t, "selective") == pytest.approx(34 * s * b * h / t)
@@ -245,9 +245,11 @@ def test_what_interleaving_gains(layers: int, width: int, heads: int, pp: int, m
     assert 1.03 < step(1).total / step(3).total < bubble(1) / bubble(3)
 
 
-def test_items_of_any_layout_are_a_step():
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_items_of_any_layout_are_a_step(remat: Any):
     """Each is at least 0, and what is exposed is part of what there is."""
     times = LayerTimes(Costs(TOY, "bfloat16"), TOYS)
+    train = Train(steps=1, seq_len=32, global_batch_size=8, remat=remat)
     layouts = [
         *(Parallel(dp=2), Parallel(pp=2), Parallel(cp=2), Parallel(tp=2)),
         Parallel(dp=2, pp=4, tp=2, sequence_parallel=False, zero=0),
@@ -255,10 +257,8 @@ def test_items_of_any_layout_are_a_step():
         Parallel(pp=3),
     ]
     for parallel in layouts:
-        for remat in ("none", "selective", "full"):
-            train = Train(steps=1, seq_len=32, global_batch_size=8, remat=remat)
-            for overlaps in (False, True):
-                step = megatron_step(times, Switches(overlaps, overlaps), tiny(), parallel, train)
-                assert tuple(step.items) == ITEMS and all(s >= 0 for s in step.items.values())
-                for total, exposed in step.communication.values():
-                    assert 0 <= exposed <= total
+        for overlaps in (False, True):
+            step = megatron_step(times, Switches(overlaps, overlaps), tiny(), parallel, train)
+            assert tuple(step.items) == ITEMS and all(s >= 0 for s in step.items.values())
+            for total, exposed in step.communication.values():
+                assert 0 <= exposed <= total
