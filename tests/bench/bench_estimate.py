@@ -148,7 +148,7 @@ def constants(machines: Machines) -> Iterator[Constant]:
     said = {
         "LOGIT_BYTES": "passes of its cross-entropy over a logit, counted",
         "STATE_BYTES": "passes of unscaling, clipping and Adam over a parameter, counted",
-        "SMOOTH": "[V]: powers of the norm of device and host time, with tensor parallelism and without",
+        "SMOOTH": "chosen with host_s: powers of the norm of device and host time, with tensor parallelism and without",
     }
     for name, source in said.items():
         yield Constant(name, getattr(megatron, name), source, _module(machines, name))
