@@ -346,7 +346,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
             problems[override] = f"override {brief(override)} is not section.key=value; use {use}"
         elif not text:
             problems[dotted] = f"{dotted} has no value; write {_example(section, name)}"
-        elif isinstance(value := _parse(text), str) and text[0] in "[{":
+        elif isinstance(value := parse(text), str) and text[0] in "[{":
             quote = ', with keys in quotes: {"my/texts" = 0.7, "a.jsonl" = 0.3}' if text[0] == "{" else ": [4, 4, 120]"
             problems[dotted] = f"{dotted} = {brief(text)} is not TOML; write it as in a file{quote}"
         else:
@@ -394,7 +394,7 @@ def _full_path(dotted: str, value: Any, base: Path) -> Any:
         return value
 
 
-def _parse(text: str) -> Any:
+def parse(text: str) -> Any:
     """A TOML value, or the text itself where it is not one value."""
     try:
         table = tomllib.loads(f"value = {text}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from parallax.output import write_whole
 from parallax.text import duration
 
 FLUSH_EVENTS_S = 5
@@ -75,15 +75,10 @@ def _writing(path: Path) -> Iterator[None]:
         raise LogError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes beside `path`, then renames: what was there stays, or is replaced by all of `text`. Raises LogError."""
-    beside = path.with_suffix(".tmp")
+def write_text(path: Path, text: str) -> None:
+    """All of `text`, or what was there stays. Raises LogError."""
     with _writing(path):
-        try:
-            beside.write_text(text, encoding="utf-8")
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_whole(path, text)
 
 
 class MetricsFile:
@@ -94,7 +89,7 @@ class MetricsFile:
         self._path = path
         with _writing(path):
             kept = [line for line in _lines(path) if (found := _step_of(line)) is not None and found <= step]
-        write_whole(path, "".join(kept))
+        write_text(path, "".join(kept))
         with _writing(path):
             self._file = path.open("ab", buffering=0)  # nothing is left to be written when it is closed
 

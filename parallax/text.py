@@ -19,6 +19,12 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {s:02} s" if minutes else f"{s} s"
 
 
+def seconds(s: float, unit: bool = True) -> str:
+    """Three digits: `0.123 s`, `1.23 s`, `12.3 s`, `1,234 s`."""
+    digits = 3 if s < 1 else 2 if s < 10 else 1 if s < 1000 else 0
+    return f"{s:,.{digits}f}{' s' if unit else ''}"
+
+
 def size(size_bytes: float) -> str:
     """`512 B`, `19.8 MiB`, `1.2 GiB`."""
     if size_bytes < 1024:

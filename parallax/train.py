@@ -32,7 +32,7 @@ from parallax.metrics import (
     finite,
     model_flops_utilization,
     say,
-    write_whole,
+    write_text,
 )
 from parallax.optimizer import TrainState
 from parallax.program import StepMetrics
@@ -150,7 +150,7 @@ class _Run:
             check_still(self.start)
             self.metrics = MetricsFile(folder / "metrics.jsonl", self.first)
             self.events = EventFile(folder / "tensorboard", self.first)
-            write_whole(folder / "run.toml", to_toml(self.config))
+            write_text(folder / "run.toml", to_toml(self.config))
         except (ConfigError, LogError) as error:
             for path in folder.iterdir():
                 if path.name not in was_there:

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from parallax.config import ConfigError, show
 from parallax.plan.estimate import FRAMEWORKS, Job, estimate, to_json
 from parallax.plan.job import read_job
 from parallax.plan.measured import Priced, by_source, price_all, read_rows, score
-from parallax.plan.show import estimate_view, measured_view
+from parallax.plan.show import console, estimate_view, measured_view
 
 EXAMPLE = """\
 examples:
@@ -72,12 +70,6 @@ def _not_of_megatron(job: Job) -> Iterator[str]:
         yield f'parallel.schedule = {show(schedule)} is not of --framework megatron; use "1f1b" or "interleaved"'
     if precision != "bfloat16":
         yield f'train.precision = {show(precision)} is not of --framework megatron; use "bfloat16"'
-
-
-def console() -> Console:
-    """For what stdout is now: colours where it is a terminal, lines as long as they are where it is not."""
-    terminal = sys.stdout.isatty()
-    return Console(file=sys.stdout, highlight=False, width=None if terminal else 160, force_terminal=terminal)
 
 
 def _measured(path: Path, as_json: bool) -> int:

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 from parallax.config import Parallel, Train
@@ -81,7 +83,7 @@ class Found:
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
 
-    @property
+    @cached_property
     def best(self) -> Candidate | None:
         """The fastest; of those that are as fast, the simplest."""
         if not self.fitting:
@@ -112,16 +114,15 @@ def search(request: Request) -> Found:
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     for layout in layouts(request):
-        for v in chunk_counts(request, layout[0]):
-            for context in contexts(request, layout[3]):
-                parallel = _parallel(request, layout, v, context)
-                for micro in micro_batches(request, parallel.dp * parallel.ep):
-                    priced = [*_price_remats(request, times, parallel, micro)]
-                    fits = [c for c in priced if c.memory_bytes <= request.budget_bytes]
-                    fitting += fits
-                    too_large += [c for c in priced if c not in fits]
-                    if not fits:
-                        break
+        for v, context in product(chunk_counts(request, layout.pp), contexts(request, layout.cp)):
+            parallel = in_chunks(request, layout, v, context)
+            for micro in micro_batches(request, parallel.dp * parallel.ep):
+                priced = [*_price_remats(request, times, parallel, micro)]
+                fits = [c for c in priced if c.memory_bytes <= request.budget_bytes]
+                fitting += fits
+                too_large += [c for c in priced if c not in fits]
+                if not fits:
+                    break
     fitting.sort(key=lambda c: (c.step_time_s, c.complexity, c.memory_bytes))
     too_large.sort(key=lambda c: (c.memory_bytes, c.step_time_s))
     return Found(request, tuple(fitting), tuple(too_large))
@@ -132,7 +133,7 @@ def _price_remats(request: Request, times: LayerTimes, parallel: Parallel, micro
     for remat in REMATS:
         if not request.allows("remat", remat):
             continue
-        train = _train(request, micro, remat)
+        train = train_of(request, micro, remat)
         memory = sum(own_memory(request.shape, parallel, train)[0].values())
         if memory > FAR_TOO_LARGE * request.machine.hbm_bytes and remat != REMATS[-1]:
             continue
@@ -144,19 +145,13 @@ def _price_remats(request: Request, times: LayerTimes, parallel: Parallel, micro
 # What is legal
 
 
-def _parallel(request: Request, layout: tuple[int, ...], v: int, context: str) -> Parallel:
-    pins = request.pins
-    return Parallel(
-        **dict(zip(AXES, layout, strict=True)),
-        virtual_stages=v,
-        schedule=pins.get("schedule", "interleaved" if v > 1 else "1f1b"),
-        sequence_parallel=pins.get("sequence_parallel", True),
-        zero=pins.get("zero", 1),
-        context=context,  # type: ignore[arg-type]
-    )
+def in_chunks(request: Request, parallel: Parallel, v: int, context: Any) -> Parallel:
+    """The layout with v chunks a rank."""
+    schedule = request.pins.get("schedule", "interleaved" if v > 1 else "1f1b")
+    return dataclasses.replace(parallel, virtual_stages=v, schedule=schedule, context=context)
 
 
-def _train(request: Request, micro: int, remat: str) -> Train:
+def train_of(request: Request, micro: int, remat: str) -> Train:
     return Train(
         steps=1,
         seq_len=request.seq_len,
@@ -167,8 +162,8 @@ def _train(request: Request, micro: int, remat: str) -> Train:
     )
 
 
-def layouts(request: Request) -> Iterator[tuple[int, int, int, int, int]]:
-    """(pp, dp, ep, cp, tp) whose product is the devices and that the model, the machine and the batch allow."""
+def layouts(request: Request) -> Iterator[Parallel]:
+    """Every pp, dp, ep, cp and tp whose product is the devices and that the model, the machine and the batch allow."""
     for tp in tensor_sizes(request):
         for cp in context_sizes(request, tp):
             rest, left = divmod(request.devices, tp * cp)
@@ -177,7 +172,16 @@ def layouts(request: Request) -> Iterator[tuple[int, int, int, int, int]]:
                     dp, left = divmod(rest, pp * ep)
                     legal = not left and pp <= len(request.shape.layers) and request.global_batch_size % (dp * ep) == 0
                     if legal and request.allows("pp", pp) and request.allows("dp", dp):
-                        yield pp, dp, ep, cp, tp
+                        yield Parallel(
+                            dp=dp,
+                            pp=pp,
+                            ep=ep,
+                            cp=cp,
+                            tp=tp,
+                            schedule=request.pins.get("schedule", "1f1b"),
+                            sequence_parallel=request.pins.get("sequence_parallel", True),
+                            zero=request.pins.get("zero", 1),
+                        )
 
 
 def tensor_sizes(request: Request) -> list[int]:
@@ -237,7 +241,8 @@ def chunk_counts(request: Request, pp: int) -> list[int]:
         return [1]
     layers = len(request.shape.layers)
     places = -(-layers // pp)
-    return [v for v in range(1, min(places, MOST_STAGES_OF_A_RANK) + 1) if -(-layers // (pp * v)) * v == places]
+    most = min(layers // pp, MOST_STAGES_OF_A_RANK)
+    return [v for v in range(1, most + 1) if -(-layers // (pp * v)) * v == places]
 
 
 def contexts(request: Request, cp: int) -> tuple[str, ...]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from parallax.plan.estimate import GIB, HFU_FLOPS, MFU_FLOPS, Estimate
-from parallax.text import layout
+from parallax.plan.explain import Step
+from parallax.plan.search import Found
+from parallax.text import ORDER, layout, seconds
 
 BAR = 24  # characters
 NAMES = {
@@ -120,12 +124,6 @@ def _communication(estimate: Estimate) -> RenderableType:
     return shown if shown.row_count else Text("no communication")
 
 
-def seconds(s: float, unit: bool = True) -> str:
-    """Three digits."""
-    digits = 3 if s < 1 else 2 if s < 10 else 1 if s < 1000 else 0
-    return f"{s:,.{digits}f}{' s' if unit else ''}"
-
-
 def measured_view(rows: Sequence[tuple[str, int, float, float, float, float, int, float | None]]) -> Table:
     """Errors by source: name, rows, mean, median, worst, bias, groups, regret."""
     shown = table("source", "rows", "mean", "median", "worst", "bias", "groups", "regret")
@@ -133,3 +131,83 @@ def measured_view(rows: Sequence[tuple[str, int, float, float, float, float, int
         cells = [f"{mean:.1%}", f"{median:.1%}", f"{worst:.1%}", f"{bias:+.1%}", str(groups)]
         shown.add_row(name, str(count), *cells, "" if regret is None else f"{regret:.1%}")
     return shown
+
+
+def console() -> Console:
+    """For what stdout is now: colours where it is a terminal, lines as long as they are where it is not."""
+    terminal = sys.stdout.isatty()
+    return Console(file=sys.stdout, highlight=False, width=None if terminal else 160, force_terminal=terminal)
+
+
+# Plans
+
+
+def plan_view(found: Found, made: Estimate, steps: Sequence[Step], lines: Sequence[str], top: int) -> RenderableType:
+    """The choice, its reasons, and the best layouts."""
+    request = found.request
+    head = Text(f"{request.shape.name} on {request.devices:,} x {request.machine.name}", style="bold")
+    parts: list[RenderableType] = [head, Text(_key_figures(found, made)), Text()]
+    for number, step in enumerate(steps, start=1):
+        line = Text(f"{number}. {step.question} ", style="bold")
+        line.append(step.answer, style="bold cyan")
+        parts.append(line)
+        parts += [Padding(Text(f"- {reason}"), (0, 0, 0, 3), expand=False) for reason in step.reasons]
+    parts += [Text(), _candidates(found, top), Text(), *(Text(line) for line in lines)]
+    return Group(*parts)
+
+
+def _key_figures(found: Found, made: Estimate) -> str:
+    request, best = found.request, found.best
+    assert best is not None
+    train = best.train
+    return (
+        f"{layout(best.parallel) or 'one device'}; micro batch {train.micro_batch_size}, remat {train.remat}\n"
+        f"{seconds(best.step_time_s)} a step, {made.tokens_per_s:,.0f} tokens/s, MFU {made.mfu:.1%}; "
+        f"{gib(best.memory_bytes)} GiB of {gib(request.machine.hbm_bytes)} a device ({request.headroom:.0%} are left "
+        f"free); {len(found.fitting) + len(found.too_large):,} configurations priced"
+    )
+
+
+def _rows(found: Found, top: int) -> Iterator[list[str]]:
+    """Cells of the best layouts."""
+    best = found.best
+    assert best is not None
+    for candidate in found.layouts()[:top]:
+        p, train = candidate.parallel, candidate.train
+        sizes = "·".join(f"{axis}{n}" for axis in ORDER if (n := getattr(p, axis)) > 1) or "one device"
+        against = candidate.step_time_s / best.step_time_s - 1
+        yield [
+            sizes,
+            str(p.virtual_stages),
+            str(train.micro_batch_size),
+            train.remat,
+            p.context if p.cp > 1 else "",
+            seconds(candidate.step_time_s, unit=False),
+            "" if candidate is best else f"{against:+.1%}",
+            gib(candidate.memory_bytes),
+        ]
+
+
+HEADINGS = ("layout", "v", "micro", "remat", "context", "step s", "", "GiB")
+
+
+def _candidates(found: Found, top: int) -> Table:
+    shown = table(*HEADINGS, "of the memory", left=(0, 3, 4, 8))
+    for cells, candidate in zip(_rows(found, top), found.layouts(), strict=False):
+        shown.add_row(*cells, bar(candidate.memory_bytes / found.request.machine.hbm_bytes, 20))
+    return shown
+
+
+def plan_markdown(found: Found, made: Estimate, steps: Sequence[Step], lines: Sequence[str], top: int) -> str:
+    """The same as Markdown."""
+    request = found.request
+    text = [
+        f"# {request.shape.name} on {request.devices:,} x {request.machine.name}",
+        "",
+        *_key_figures(found, made).splitlines(),
+    ]
+    for number, step in enumerate(steps, start=1):
+        text += ["", f"## {number}. {step.question} {step.answer}", "", *(f"- {reason}" for reason in step.reasons)]
+    text += ["", "## Best layouts", "", f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS)]
+    text += [f"| {' | '.join(cells)} |" for cells in _rows(found, top)]
+    return "\n".join([*text, "", *(f"- {line}" for line in lines)]) + "\n"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import sys
 from fractions import Fraction
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from parallax.output import output_problems, write_whole
 from parallax.schedule.check import check_table
 from parallax.schedule.csv import read_csv, to_csv
 from parallax.schedule.draw import timeline_svg, timeline_text
@@ -49,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """→ exit status 0. Raises ScheduleError where the numbers do not fit or a file cannot be read or written."""
+    """→ exit status 0. Raises ScheduleError where the numbers do not fit or a file cannot be read, OSError where one
+    cannot be written."""
     built_in = args.kind in GENERATORS
     if problems := [*(_size_problems(args) if built_in else []), *_file_problems(args)]:
         raise ScheduleError(*problems)
@@ -62,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     table = tick_table(schedule)
     check_table(table)
     if args.svg:
-        _write_whole("--svg", Path(args.svg), timeline_svg(table))
+        write_whole(Path(args.svg), timeline_svg(table))
     if args.csv:
-        _write_whole("--csv", Path(args.csv), to_csv(table.schedule))
+        write_whole(Path(args.csv), to_csv(table.schedule))
     shape = schedule.pp, schedule.virtual_stages, schedule.microbatches
     facts = measure(table, bubble_formula(schedule.name, *shape) if built_in else None)
     if not built_in and (warning := lockstep_warning(table)):
@@ -114,19 +113,8 @@ def _file_problems(args: argparse.Namespace) -> list[str]:
     lines = []
     if args.kind not in GENERATORS and not args.kind.endswith(".csv"):
         lines.append(f"--kind {json.dumps(args.kind)} is not known; use {', '.join(GENERATORS)} or a .csv file")
-    for option, name in (("--svg", args.svg), ("--csv", args.csv)):
-        if name in ("", "-"):
-            lines.append(
-                f"{option} {json.dumps(name)} is not the name of a file; use one such as timeline.{option[2:]}"
-            )
-        elif name is not None and os.path.isdir(name):
-            lines.append(f"{option} {name} is a folder and cannot be written; use the name of a file")
-        elif name is not None and not os.path.isdir(Path(name).parent):
-            lines.append(f"{option} {name}: the folder {Path(name).parent} does not exist; make it first")
-    files = {"--kind": args.kind.endswith(".csv") and args.kind, "--svg": args.svg, "--csv": args.csv}
-    for (one, name), (other, same) in combinations(files.items(), 2):
-        if name and same and os.path.realpath(name) == os.path.realpath(same):
-            lines.append(f"{one} and {other} both name {name}; use two files")
+    read = {"--kind": args.kind if args.kind.endswith(".csv") else None}
+    lines += output_problems({"--svg": args.svg, "--csv": args.csv}, read)
     return lines
 
 
@@ -177,15 +165,3 @@ def _print(table: TickTable, facts: dict[str, Any]) -> None:
     timeline.highlight_regex(r"(?m)^rank +\d+ F.*$", "blue")
     timeline.highlight_regex(r"(?m)^ +B .*$", "dark_orange")
     console.print(timeline, end="", soft_wrap=True)
-
-
-def _write_whole(option: str, path: Path, text: str) -> None:
-    """The file appears complete or not at all: it is written beside its place, then renamed."""
-    beside = path.parent / f".{path.name}.{os.getpid()}"
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise ScheduleError(f"{option} {path} cannot be written: {error.strerror}; use another place") from error

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import sys
 from pathlib import Path
 
-from parallax.config import ConfigError, brief, show
+from parallax.config import ConfigError, brief
+from parallax.output import output_problems, write_whole
 from parallax.text import columns
 from parallax.translate.translate import MESH, Translation, translate
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """→ exit status 0, or 2 where `--json` prints what is refused. Raises ConfigError where anything else is wrong."""
-    if problems := _output_problems(args.output):
+    if problems := output_problems({"-o": args.output}):
         raise ConfigError(problems)
     folder = os.path.dirname(args.output) if args.output else ""
     translation = translate(_text(args), args.arguments, os.environ, args.mesh, folder)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"error: {line}", file=sys.stderr)
         return 2
     if args.output:
-        _write_whole(Path(args.output), translation.run_toml)
+        write_whole(Path(args.output), translation.run_toml)
     if not args.json:
         print(_summary(translation), file=sys.stderr)
         print(f"wrote {args.output}" if args.output else translation.run_toml, end="\n" if args.output else "")
@@ -75,16 +75,6 @@ def _text(args: argparse.Namespace) -> str:
     return command
 
 
-def _output_problems(output: str | None) -> list[str]:
-    if output is None:
-        return []
-    if not output or os.path.isdir(output):
-        return [f"-o {show(output)} is not the name of a file; use one such as run.toml"]
-    if not os.path.isdir(Path(output).parent):
-        return [f"-o {output}: the folder {Path(output).parent} does not exist; make it first"]
-    return []
-
-
 def _summary(translation: Translation) -> str:
     """Every flag, those of one key or one reason in a line, and every default and deviation."""
     mapped = {flag: ", ".join(keys) for flag, keys in translation.mapped.items()}
@@ -99,15 +89,3 @@ def _summary(translation: Translation) -> str:
 def _by_value(table: dict[str, str]) -> dict[str, str]:
     """The names of each value, joined."""
     return {value: ", ".join(name for name in table if table[name] == value) for value in table.values()}
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """The file appears complete or not at all: it is written beside its place, then renamed."""
-    beside = path.parent / f".{path.name}.{os.getpid()}"
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise ConfigError([f"-o {path} cannot be written: {error.strerror}; use another place"]) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from parallax.metrics import EventFile, LogError, MetricsFile, StepRecord, write_whole
+from parallax.metrics import EventFile, LogError, MetricsFile, StepRecord, write_text
 
 
 def record(step: int, loss: float, mfu: float | None = None, valid_loss: float | None = None) -> StepRecord:
@@ -129,5 +129,5 @@ def test_folders_and_files_in_each_others_places(tmp_path: Path):
     with pytest.raises(LogError, match=r"/tensorboard cannot be written: File exists$"):
         EventFile(tmp_path / "tensorboard", 0)
     with pytest.raises(LogError, match=r"/metrics\.jsonl cannot be written: Is a directory$"):
-        write_whole(tmp_path / "metrics.jsonl", "")
+        write_text(tmp_path / "metrics.jsonl", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]

@@ -687,7 +687,7 @@ def test_sources_are_relative_to_the_file_that_is_written(tmp_path: Path, monkey
         (["no_such.sh"], '"no_such.sh" is no file and no command line'),
         ([GPT, "more"], '"more" follows a command line'),
         ([GPT, "-o", "no/such/run.toml"], "-o no/such/run.toml: the folder no/such does not exist"),
-        ([GPT, "-o", "."], "is not the name of a file"),
+        ([GPT, "-o", "."], "is a folder and cannot be written"),
         ([GPT, "--mesh", "h100"], "mesh.name"),
     ],
 )

@@ -1,0 +1,233 @@
+"""`parallax plan`: what it prints and writes, and every kind of wrong request in one clear line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parallax.cli import main
+from parallax.config import load
+from parallax.plan.estimate import estimate
+from parallax.plan.job import read_job
+from parallax.plan.request import tokens_of
+from parallax.validate import resolve
+
+BATCH = "--seq-len 8192 --global-batch-size 512"
+SEVENTY = "--model llama3-70b --devices 64 --seq-len 8192 --global-batch-size 512"
+EIGHT = "--model llama3-8b --devices 8 --seq-len 8192 --global-batch-size 512"
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]):
+    """words → (status, stdout, stderr)"""
+
+    def run(words: str, *more: str) -> tuple[int, str, str]:
+        status = main(["plan", *words.split(), *more])
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+def test_the_seventy_billion_on_sixty_four(plan):
+    status, out, _ = plan(SEVENTY)
+    assert status == 0
+    assert "70.6 B parameters x 18 bytes" in out and "1,182.7 GiB" in out  # 70.55e9 x 18 / 2^30
+    for number, question in enumerate(
+        ("Does it fit", "Tensor", "A pipeline", "Context", "What is left", "Does the batch"), 1
+    ):
+        assert f"\n{number}. {question}" in out
+    assert "rule of thumb: worth it from a width of 4096" in out and "from about 50 layers" in out
+    assert "what would change it: with" in out and "GiB more HBM" in out
+    assert "bubble (p-1)/(v·m)" in out and "ZeRO-3, not built yet" in out
+    assert "the guide's TP4·PP4·CP2: " in out and "nearest that does not fit: " in out
+
+
+def test_json(plan):
+    status, out, err = plan(EIGHT, "--json")
+    facts = json.loads(out)
+    assert status == 0 and out.count("\n") == 1 and err == ""
+    first, second = facts["candidates"][:2]
+    assert first.keys() >= {"parallel", "train", "step_time_s", "mfu", "memory_gib", "reasons"}
+    assert first["step_time_s"] <= second["step_time_s"] * 1.005 and first["reasons"][0] == "the choice"
+    assert 0 < first["mfu"] < 1 and first["memory_gib"] <= 0.92 * facts["hbm_gib"]
+    assert facts["nearest_infeasible"]["lacking_gib"] > 0
+    assert first["tokens_per_s"] == pytest.approx(512 * 8192 / first["step_time_s"])
+    assert [step["question"][:4] for step in facts["steps"]] == ["Does", "Tens", "A pi", "Cont", "What", "Does"]
+
+
+def test_the_run_file_is_the_plan(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = plan(SEVENTY, "--json", "-o", "run.toml")
+    choice = json.loads(out)["candidates"][0]
+    config, text = load("run.toml"), Path("run.toml").read_text()
+    for section in ("parallel", "train"):
+        for key, value in choice[section].items():
+            assert getattr(getattr(config, section), key) == value, key
+    assert resolve("run.toml").machine.platform == "gpu"
+    made = estimate(read_job("run.toml"))
+    assert made.step_time_s == pytest.approx(choice["step_time_s"]) and made.peak_bytes / 2**30 == choice["memory_gib"]
+    assert text.startswith("# Written by parallax plan: llama3-70b on 64 x h100-sxm.") and "# A pipeline? pp" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+    assert plan(SEVENTY, "-o", "run.toml")[0] == 0  # its own file is written again
+    assert not [path for path in tmp_path.iterdir() if path.name != "run.toml"]
+
+
+def test_the_other_files(plan, tmp_path: Path):
+    status, out, _ = plan(EIGHT, "--markdown", str(tmp_path / "plan.md"), "--html", str(tmp_path / "plan.html"))
+    assert status == 0 and f"wrote {tmp_path}/plan.md" in out and f"wrote {tmp_path}/plan.html" in out
+    text = (tmp_path / "plan.md").read_text()
+    assert text.startswith("# llama3-8b on 8 x h100-sxm\n") and "## 3. A pipeline?" in text and "| layout | v |" in text
+    assert "<html" in (tmp_path / "plan.html").read_text()
+
+
+def test_auto_finds_the_devices_and_days_are_counted(plan):
+    status, out, _ = plan(f"--model llama3-8b --devices auto {BATCH} --tokens 1T --json")
+    facts = json.loads(out)
+    assert status == 0 and facts["devices"] == 2
+    assert facts["days"] == pytest.approx(1e12 / facts["candidates"][0]["tokens_per_s"] / 86_400)
+    status, out, _ = plan(
+        "--model llama3-8b --seq-len 8192 --global-batch-size 512 --tokens 1T --target-days 30 --json"
+    )
+    assert json.loads(out)["days"] <= 30 < 2.2 * json.loads(out)["days"]
+
+
+def test_more_positions_than_the_model_learned(plan, tmp_path: Path):
+    words = "--model gpt3-175b --devices 128 --seq-len 4096 --global-batch-size 512"
+    status, _, err = plan(words, "-o", str(tmp_path / "run.toml"))
+    assert status == 0
+    assert err == (
+        "note: --seq-len 4096 is more than the 2048 learned positions of gpt3-175b; planned with "
+        "model.max_positions = 4096\n"
+    )
+    assert resolve(tmp_path / "run.toml").shape.max_positions == 4096
+
+
+def test_pins_and_overrides(plan):
+    status, out, _ = plan(EIGHT, "parallel.tp=2", "train.remat=full", "model.layers=16", "--json")
+    facts = json.loads(out)
+    assert status == 0 and facts["overrides"] == {"layers": 16}
+    assert {c["parallel"]["tp"] for c in facts["candidates"]} == {2}
+    assert {c["train"]["remat"] for c in facts["candidates"]} == {"full"}
+
+
+def test_the_guides_own_layout_or_why_not(plan):
+    words = "--model deepseek-v3 --devices 1024 --seq-len 4096 --global-batch-size 512"
+    assert "the guide's TP2·PP16·EP64 is refused: 2 x 16 x 64 = 2048 does not divide 1,024 devices" in plan(words)[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("2T", 2e12), ("300B", 3e11), ("1.5e12", 1.5e12), ("8000", 8000), ("5m", 5e6)]
+)
+def test_numbers_of_tokens(text: str, count: float):
+    assert tokens_of(text) == pytest.approx(count)
+
+
+# Wrong requests: words that are added to (or stand in for) a right one, status, what the line says
+
+ALONE = [
+    ("--devices 64 --seq-len 8192 --global-batch-size 512", "--model is missing; use for example --model llama3-70b"),
+    (f"--model llama3-70b {BATCH}", "--devices is missing; use for example --devices 64 or auto"),
+    ("--model llama3-70b --devices 64 --global-batch-size 512", "--seq-len is missing; use for example --seq-len 8192"),
+    ("--model llama3-70b --devices 64 --seq-len 8192", "--global-batch-size is missing; use for example"),
+    (f"--model llama3-71b --devices 64 {BATCH}", '--model "llama3-71b" is not a preset of models/; use llama3-70b'),
+    (f"--model llama3-70b --devices 0 {BATCH}", "--devices 0 must be at least 1; use 1 or more"),
+    (f"--model llama3-70b --devices -8 {BATCH}", "--devices -8 must be at least 1; use 1 or more"),
+    (f"--model llama3-70b --devices many {BATCH}", '--devices "many" is not an integer; use for example 64 or auto'),
+    (f"--model llama3-70b --devices 64.5 {BATCH}", '--devices "64.5" is not an integer'),
+    (
+        f"--model llama3-70b --devices 999999999 {BATCH}",
+        "--devices 999999999 must be at most 131072; use 131072",
+    ),
+    (f"--model llama3-70b --devices 1013 {BATCH}", "--devices 1013: no product dp x pp x ep x cp x tp of it is legal"),
+    ("--model llama3-70b --devices 64 --seq-len 0 --global-batch-size 512", "--seq-len 0 must be at least 1"),
+    ("--model llama3-70b --devices 64 --seq-len 8k --global-batch-size 512", '--seq-len "8k" is not an integer'),
+    (
+        f"--model mixtral-8x7b model.layers=3 --devices 64 {BATCH}",
+        "model.layers = 3: mixtral-8x7b is here as data",
+    ),
+    (f"--model llama3-70b {BATCH} --target-days 30", "--target-days needs --tokens"),
+    (
+        f"--model llama3-70b {BATCH} --target-days 0 --tokens 2T",
+        "--target-days 0 must be a number of days",
+    ),
+    (
+        f"--model llama3-70b {BATCH} --target-days 30 --tokens 2X",
+        '--tokens "2X" is not a number of tokens; use',
+    ),
+    (
+        f"--model llama3-70b --devices 64 {BATCH} --target-days 30 --tokens 2T",
+        "--target-days finds the devices",
+    ),
+]
+ADDED = [
+    ("--mesh h100", '--mesh "h100" is not a machine of meshes/; use h100-sxm or a --mesh-file'),
+    ("--mesh cpu", "--mesh cpu has no memory and speed of its own to plan with; use a machine such as h100-sxm"),
+    ("--mesh tpu-v5p --precision float32", "--precision float32 has no peak FLOP/s in the mesh tpu-v5p; use bfloat16"),
+    ("--mesh-file nothing.toml", "nothing.toml: No such file or directory"),
+    ("--headroom 100", "--headroom 100 must be a percentage of at least 0 and less than 100"),
+    ("--headroom lots", '--headroom "lots" is not a number'),
+    ("--top 0", "--top 0 must be at least 1"),
+    ("-o no/run.toml", "-o no/run.toml: the folder no does not exist; make it first"),
+    ("-o pyproject.toml", "-o pyproject.toml is there and not a plan's; remove it, or use another name"),
+    ("--html same --markdown same", "--markdown and --html both name same; use two files"),
+    ("foo", '"foo" is not key=value; use for example parallel.tp=4'),
+    ("train.steps=3", "train.steps cannot be fixed here"),
+    ("model.layer=3", "model.layer = 3 is not a field of the model's Config; use model.layers"),
+    (
+        "parallel.tp=3",
+        "parallel.tp = 3 must divide the devices, the model's heads and widths, and a node; use 1",
+    ),
+    ("parallel.tp=big", 'parallel.tp = "big" must be an integer'),
+    (
+        "parallel.tp=4 parallel.pp=3",
+        "parallel: tp 4 x pp 3 leaves no legal layout of 64 devices for a batch of 512",
+    ),
+    ("parallel.ep=2", "parallel.ep = 2 needs a model with experts; use 1"),
+    ("parallel.cp=3", "parallel.cp = 3 must cut a sequence of 8192 in two equal chunks a rank"),
+    ("parallel.pp=100", "parallel.pp = 100 is more than the model's 80 layers"),
+    (
+        "parallel.virtual_stages=50",
+        "parallel.virtual_stages = 50 needs a pipeline of at least 2 ranks and at most 80",
+    ),
+    (
+        "parallel.schedule=gpipe parallel.virtual_stages=2",
+        "parallel.virtual_stages = 2 needs parallel.schedule",
+    ),
+    ("parallel.schedule=zb", 'parallel.schedule = "zb" cannot be planned with; use 1f1b, interleaved or gpipe'),
+    ("train.micro_batch_size=3", "train.micro_batch_size = 3 does not divide any replica's share"),
+    ("train.remat=some", 'train.remat = "some" is not a choice of this release; use "none", "selective" or "full"'),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), [*ALONE, *((f"{SEVENTY} {words}", said) for words, said in ADDED)])
+def test_wrong_requests(plan, words: str, said: str):
+    status, out, err = plan(words)
+    assert status == 2 and out == ""
+    assert err.count("\n") == 1 and err.startswith("error: ") and said in err, err
+
+
+def test_every_problem_is_listed(plan):
+    status, _, err = plan("--model llama3-71b --mesh h100 --devices x --seq-len 8k --global-batch-size 512 foo")
+    assert status == 2 and len(err.splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model llama3-70b --devices 8", "llama3-70b fits nowhere on 8 x h100-sxm: the leanest layout, tp8, "),
+        (
+            "--model llama3-8b --devices 1",
+            "in the way are moments 59.8 GiB and masters 29.9 GiB; use --devices 2",
+        ),
+        ("--model llama3-70b --devices 16 --mesh tpu-v5e", "fits nowhere on 16 x tpu-v5e"),
+        (
+            "--model llama3-70b --target-days 0.01 --tokens 2T",
+            "no number of h100-sxm up to 32,768 trains on 2e+12",
+        ),
+    ],
+)
+def test_what_fits_nowhere_says_what_would_do(plan, words: str, said: str):
+    status, out, err = plan(f"{words} {BATCH}")
+    assert status == 1 and out == "" and err.count("\n") == 1 and said in err, err
