@@ -6,13 +6,14 @@ PIP := -m pip --disable-pip-version-check install -qq
 JOBS := $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 2>/dev/null && echo 2 || echo 1)
 
 help:
-	@echo 'make demo         train a small Llama on 8 emulated devices, resume it on another layout (some minutes)'
-	@echo 'make test         the tests'
-	@echo 'make test-slow    the tests that are too long for make test'
-	@echo 'make test-newest  the core parity tests on the newest jax (Python 3.12 or newer)'
-	@echo 'make lint         ruff and pyright'
-	@echo 'make bench        memory, compile and step times on emulated devices'
-	@echo 'make clean        remove environments, builds and caches; runs/ stays'
+	@echo 'make demo            train a small Llama on 8 emulated devices, resume it on another layout (some minutes)'
+	@echo 'make test            the tests'
+	@echo 'make test-slow       the tests that are too long for make test'
+	@echo 'make test-newest     the core parity tests on the newest jax (Python 3.12 or newer)'
+	@echo 'make lint            ruff and pyright'
+	@echo 'make bench           memory, compile and step times on emulated devices'
+	@echo 'make bench-estimate  the estimator beside measured steps (docs/estimate.md)'
+	@echo 'make clean           remove environments, builds and caches; runs/ stays'
 
 demo: .venv/installed
 	@.venv/bin/python examples/demo.py
@@ -36,6 +37,9 @@ lint: .venv/installed-lint
 
 bench: .venv/installed
 	@.venv/bin/python tests/bench/bench.py $(ARGS)
+
+bench-estimate: .venv/installed
+	@.venv/bin/python tests/bench/bench_estimate.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
@@ -74,5 +78,5 @@ clean:
 	done; \
 	echo 'error: the newest jax needs Python 3.12, 3.13 or 3.14; none on PATH or in pyenv' >&2; exit 1
 
-.PHONY: help demo test test-slow test-newest lint bench clean
+.PHONY: help demo test test-slow test-newest lint bench bench-estimate clean
 .DELETE_ON_ERROR:

@@ -81,8 +81,8 @@ class Costs:
         return 2 * self.gather(size_bytes, ranks, stride)
 
     def all_to_all(self, size_bytes: float, ranks: int, stride: int) -> float:
-        """Every rank holds `size_bytes`, of which it keeps its part. What leaves the node goes through its own
-        adapter."""
+        """Every rank holds `size_bytes`, of which it keeps its part. What stays in the node and what leaves it add up:
+        on a torus both take the same links."""
         if ranks == 1:
             return 0.0
         machine, efficiency, inside = self.machine, self.efficiency, self.members_inside(ranks, stride)
@@ -91,7 +91,7 @@ class Costs:
         if inside == ranks:
             return near + math.log2(ranks) * efficiency.latency_inside_s
         far = size_bytes * (ranks - inside) / ranks / (machine.link_across_bytes_per_s * link)
-        return max(near, far) + math.log2(ranks) * efficiency.latency_across_s
+        return near + far + math.log2(ranks) * efficiency.latency_across_s
 
     def send(self, size_bytes: float, inside: bool) -> float:
         """To one other device, in the node or not."""

@@ -7,11 +7,12 @@ import contextlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parallax.config import ConfigError
-from parallax.plan.estimate import FRAMEWORKS, estimate, to_json
+from parallax.config import ConfigError, show
+from parallax.plan.estimate import FRAMEWORKS, Job, estimate, to_json
 from parallax.plan.job import read_job
 from parallax.plan.measured import Priced, by_source, price_all, read_rows, score
 from parallax.plan.show import console, estimate_view, measured_view
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="parallax",
         help="whose scheme is priced: this project's, or Megatron-LM's (default: %(default)s)",
     )
-    parser.add_argument("--measured", metavar="FILE.csv", help="price measured steps instead (docs/planning.md)")
+    parser.add_argument("--measured", metavar="FILE.csv", help="price measured steps instead (docs/estimate.md)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -52,12 +53,23 @@ def run(args: argparse.Namespace) -> int:
         return _measured(Path(args.measured), args.json)
     with contextlib.redirect_stdout(sys.stderr):  # a model file may print
         job = read_job(args.run_file, args.overrides)
+    if args.framework == "megatron" and (problems := list(_not_of_megatron(job))):
+        raise ConfigError(problems)
     made = estimate(job, args.framework)
     if args.json:
         print(json.dumps(to_json(made)))
     else:
         console().print(estimate_view(made))
     return DOES_NOT_FIT if made.fits is False else 0
+
+
+def _not_of_megatron(job: Job) -> Iterator[str]:
+    """What its formulas have no place for."""
+    schedule, precision = job.parallel.schedule, job.train.precision
+    if schedule not in ("1f1b", "interleaved"):
+        yield f'parallel.schedule = {show(schedule)} is not of --framework megatron; use "1f1b" or "interleaved"'
+    if precision != "bfloat16":
+        yield f'train.precision = {show(precision)} is not of --framework megatron; use "bfloat16"'
 
 
 def _measured(path: Path, as_json: bool) -> int:

@@ -70,7 +70,7 @@ class Software:
 
 # One compiled program: norms and residual sums fused (a norm reads and writes; a sum reads two and writes one),
 # attention fused, gradients written by the product and added in float32. Tensor-parallel communication of this
-# project's program stands between its products (docs/planning.md), so nothing of it is hidden.
+# project's program stands between its products (docs/estimate.md), so nothing of it is hidden.
 PARALLAX = Software(0.0, (20, 24), (20, 40), 12, scores=False, hides_tp=False)
 # Megatron-LM of 2021 to 2023: two norms (4 bytes each), two fused bias-dropout-sums (7 each); Korthikanti et al. 2022,
 # section 4.2, for what it keeps and recomputes. Kernels counted in its transformer layer; the host's time a kernel is

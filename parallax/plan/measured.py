@@ -9,10 +9,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parallax.config import ConfigError, MeshChoice, Parallel, Train, either, show
+from parallax.config import ConfigError, MeshChoice, Parallel, Train, brief, either
 from parallax.machine import Machine, load_machine, machine_names
 from parallax.plan.costs import Costs
 from parallax.plan.layer import MEGATRON, MEGATRON_CORE, LayerTimes
@@ -27,6 +28,8 @@ COLUMNS = (
 SIZES = ("layers", "hidden", "heads", "seq", "gpus", "global_batch", "tp", "pp")  # must be given
 VOCAB_SIZE = 51_200  # GPT-2's, padded as Megatron-LM pads it
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+DIGITS = 12  # of a number in a cell
+MAX_LAYERS = 10_000
 LEAST_GROUP = 4  # rows of a group whose regret is counted
 
 
@@ -71,93 +74,126 @@ def read_rows(path: Path) -> list[Row]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            lines = list(reader)
+            names = reader.fieldnames or ()
+            lines = [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError([f"--measured {path}: {why}; give a CSV file of measured steps"]) from None
-    if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
+    if missing := [name for name in COLUMNS if name not in names]:
         raise ConfigError([f"--measured {path}: has no columns {', '.join(missing)}; use {', '.join(COLUMNS)}"])
     if not lines:
         raise ConfigError([f"--measured {path}: has no rows; give a line a measured step"])
     rows, problems = [], []
-    for number, cells in enumerate(lines, start=2):
+    for number, cells in lines:
         try:
             rows.append(_row(number, {name: (cells[name] or "").strip() for name in COLUMNS}))
-        except ValueError as error:
-            problems.append(f"--measured {path}, line {number}: {error}")
+        except ConfigError as error:
+            problems += [f"--measured {path}, line {number}: {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
     return rows
 
 
 def _row(line: int, cells: dict[str, str]) -> Row:
+    """Raises ConfigError with every problem of the row."""
     assumed: list[str] = []
+    problems: list[str] = []
 
     def whole(name: str, default: int | None = None) -> int:
         text = cells[name]
         if not text and default is not None:
             return default
-        if not text.isdigit() or int(text) < 1:
-            raise ValueError(f"{name} = {show(text)} must be an integer of at least 1")
-        return int(text)
+        if text.isdecimal() and len(text) <= DIGITS and int(text) > 0:
+            return int(text)
+        empty = "" if default is None else f", or leave it empty for {default}"
+        rule = f"must be an integer of at least 1 and at most {DIGITS} digits"
+        problems.append(f"{name} = {brief(text)} {rule}; use 1 or more{empty}")
+        return 1
 
     def truth(name: str) -> bool:
         if cells[name].lower() not in ("", "true", "false"):
-            raise ValueError(f"{name} = {show(cells[name])} must be True, False or empty")
+            problems.append(
+                f"{name} = {brief(cells[name])} must be a truth value; use True or False, or leave it empty"
+            )
         return cells[name].lower() == "true"
 
-    if cells["hardware"] not in machine_names():
-        raise ValueError(
-            f"hardware = {show(cells['hardware'])} is not a machine of meshes/; use {either(machine_names())}"
+    if cells["hardware"] not in _machines():
+        use = either(_machines())
+        problems.append(
+            f"hardware = {brief(cells['hardware'])} is not a machine of meshes/ that has a speed; use {use}"
         )
     sizes = {name: whole(name) for name in SIZES}
-    cp, ep = whole("cp", 1), whole("ep", 1)
-    dp = sizes["gpus"] // (sizes["tp"] * sizes["pp"] * cp * ep)
-    if dp * sizes["tp"] * sizes["pp"] * cp * ep != sizes["gpus"]:
-        raise ValueError(f"gpus = {sizes['gpus']} is not a multiple of tp x pp x cp x ep")
+    layers, heads, tp, pp = sizes["layers"], sizes["heads"], sizes["tp"], sizes["pp"]
+    cp, ep, micro, v = whole("cp", 1), whole("ep", 1), whole("micro_batch", 1), whole("vpp", 1)
+    kv_heads, ff = whole("kv_heads", heads), whole("ffn", 4 * sizes["hidden"])
+    vocab_size, glu, sequence_parallel = whole("vocab", VOCAB_SIZE), truth("glu"), truth("sequence_parallel")
     try:
         measured_s = float(cells["iteration_s"])
     except ValueError:
         measured_s = math.nan
     if not 0 < measured_s < math.inf:
-        raise ValueError(f"iteration_s = {show(cells['iteration_s'])} must be a number greater than 0")
+        problems.append(
+            f"iteration_s = {brief(cells['iteration_s'])} must be a number greater than 0; use seconds a step"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+    product = tp * pp * cp * ep
+    dp = max(1, sizes["gpus"] // product)
+    ranks = dp * ep * micro
+    divide = [  # what, of how much, must be a multiple of what
+        ("gpus", sizes["gpus"], f"tp {tp} x pp {pp} x cp {cp} x ep {ep}", product),
+        ("hidden", sizes["hidden"], "heads", heads),
+        ("heads", heads, "kv_heads", kv_heads),
+        ("heads", heads, "tp", tp),
+        ("ffn", ff, "tp", tp),
+        ("seq", sizes["seq"], "cp", cp),
+    ]
+    if sizes["gpus"] % product == 0:
+        divide.append(("global_batch", sizes["global_batch"], f"dp {dp} x ep {ep} x micro_batch {micro}", ranks))
+    for name, size, of, step in divide:
+        if size % step:
+            use = either(str(n) for n in (size // step * step, (size // step + 1) * step) if n)
+            problems.append(f"{name} = {size} is not a multiple of {of} = {step}; use {use}")
+    if layers < pp * v:
+        problems.append(f"pp {pp} x vpp {v} = {pp * v} stages are more than layers = {layers}; use at most {layers}")
+    if layers > MAX_LAYERS:
+        problems.append(f"layers = {layers} must be at most {MAX_LAYERS}; use {MAX_LAYERS} or less")
+    if problems:
+        raise ConfigError(problems)
+
+    fused = _fused(cells["hardware"])
     if not cells["vocab"]:
         assumed.append(f"vocabulary {VOCAB_SIZE:,}")
-    fused = _fused(cells["hardware"])
-    sequence_parallel = truth("sequence_parallel")
-    if not cells["sequence_parallel"] and sizes["tp"] > 1:
+    if not cells["sequence_parallel"] and tp > 1:
         sequence_parallel = fused
         assumed.append("sequence parallel" if fused else "no sequence parallelism")
+    remat = _recomputation(cells, sizes, assumed)
+    if not cells["micro_batch"]:
+        assumed.append("the micro batch that is predicted fastest")
+    if not cells["vpp"] and pp > 1:
+        assumed.append("the virtual stages that are predicted fastest")
     shape = gpt_shape(
-        layers=sizes["layers"],
+        layers=layers,
         width=sizes["hidden"],
-        heads=sizes["heads"],
-        kv_heads=whole("kv_heads", sizes["heads"]),
-        ff=whole("ffn", 4 * sizes["hidden"]),
-        vocab_size=whole("vocab", VOCAB_SIZE),
-        glu=truth("glu"),
+        heads=heads,
+        kv_heads=kv_heads,
+        ff=ff,
+        vocab_size=vocab_size,
+        glu=glu,
         positions=sizes["seq"],
     )
-    v = whole("vpp", 1)
     parallel = Parallel(
         dp=dp,
-        pp=sizes["pp"],
+        pp=pp,
         ep=ep,
         cp=cp,
-        tp=sizes["tp"],
+        tp=tp,
         virtual_stages=v,
         schedule="interleaved" if v > 1 else "1f1b",
         sequence_parallel=sequence_parallel,
         zero=1 if fused else 0,
     )
-    remat = _recomputation(cells, sizes, assumed)
-    micro = whole("micro_batch", 1)
-    if sizes["global_batch"] % (dp * ep * micro):
-        raise ValueError(
-            f"global_batch = {sizes['global_batch']} is not a multiple of dp x micro_batch = {dp * ep * micro}"
-        )
-    if sizes["layers"] < sizes["pp"] * v:
-        raise ValueError(f"pp x vpp = {sizes['pp'] * v} is more than layers = {sizes['layers']}")
     train = Train(
         steps=1,
         seq_len=sizes["seq"],
@@ -166,10 +202,6 @@ def _row(line: int, cells: dict[str, str]) -> Row:
         remat=remat,
         precision="bfloat16",
     )
-    if not cells["micro_batch"]:
-        assumed.append("the micro batch that is predicted fastest")
-    if not cells["vpp"] and sizes["pp"] > 1:
-        assumed.append("the virtual stages that are predicted fastest")
     return Row(
         line,
         cells["source"],
@@ -182,6 +214,13 @@ def _row(line: int, cells: dict[str, str]) -> Row:
         measured_s,
         tuple(assumed),
     )
+
+
+@cache
+def _machines() -> dict[str, Machine]:
+    """Those of meshes/ that have a speed."""
+    machines = {name: load_machine(MeshChoice(name=name)) for name in machine_names()}
+    return {name: machine for name, machine in machines.items() if machine.efficiency}
 
 
 def _recomputation(cells: dict[str, str], sizes: dict[str, int], assumed: list[str]) -> Any:
@@ -231,10 +270,7 @@ def price(row: Row, machine: Machine) -> float:
 
 
 def price_all(rows: Iterable[Row]) -> list[Priced]:
-    machines: dict[str, Machine] = {}
-    for row in rows:
-        machines.setdefault(row.hardware, load_machine(MeshChoice(name=row.hardware)))
-    return [Priced(row, price(row, machines[row.hardware])) for row in rows]
+    return [Priced(row, price(row, _machines()[row.hardware])) for row in rows]
 
 
 @dataclass(frozen=True)

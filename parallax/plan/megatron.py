@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from parallax.config import Parallel, Train
 from parallax.plan.costs import Costs
 from parallax.plan.layer import NOTHING, LayerTime, LayerTimes
-from parallax.plan.step import StepTime, device_sizes, microbatches, work_of
+from parallax.plan.step import StepTime, device_sizes, microbatches, replica_groups, work_of
 from parallax.shape import LayerShape, ModelShape
 
 LOGIT_BYTES = 60  # a logit: contiguous 8, float32 6, maximum 4, subtract 8, exp 8, sum 4, divide 8; backward 14
@@ -161,7 +161,8 @@ def megatron_step(
     hidden = m * _over(stages[top], lambda kind: time_of[kind].overlapped)
     dp, dp_exposed, optimizer = _update(costs, switches, shape, parallel, stages[0], layers_s[0])
     shares = shape.tied and pp > 1  # first and last stage each hold the matrix, and sum its gradients
-    tied = costs.all_reduce(item * shape.vocab_size * D / tp, 2, replicas * tp) if shares else 0.0
+    apart = costs.machine.devices_per_node if crosses else replicas * tp
+    tied = costs.all_reduce(item * shape.vocab_size * D / tp, 2, apart) if shares else 0.0
     items = {
         "matmul": real.matmul,
         "attention": real.attention,
@@ -241,10 +242,9 @@ def _update(
     dense += _outer(shape, True, parallel.pp == 1, parallel.pp) / parallel.tp
     reduced, item = 4 if switches.reduces_fp32 else 2, costs.item
     reduce = gather = 0.0
-    for count, ranks in ((dense, sizes.replicas), (experts, parallel.dp * parallel.cp)):
-        if count:
-            reduce += costs.gather(reduced * count, ranks, parallel.tp)
-            gather += costs.gather((item if parallel.zero else reduced) * count, ranks, parallel.tp)
+    for count, ranks, stride in replica_groups(parallel, dense, experts):
+        reduce += costs.gather(reduced * count, ranks, stride)
+        gather += costs.gather((item if parallel.zero else reduced) * count, ranks, stride)
     exposed = reduce + gather
     if switches.overlaps_dp:  # beside the last microbatch's backward and the first one's forward
         exposed = max(0.0, reduce - 2 / 3 * stage_s) + max(0.0, gather - 1 / 3 * stage_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -145,8 +146,17 @@ def local_elements(shape: ModelShape, sizes: Sizes) -> tuple[float, float]:
     return shape.dense_parameters / blocks + outer, shape.expert_parameters / (blocks * sizes.ep)
 
 
+def replica_groups(parallel: Parallel, dense: float, experts: float) -> Iterator[tuple[float, int, int]]:
+    """Elements on one device whose gradients are summed, over how many devices, and how far apart these are. Copies of
+    an expert are ep · tp apart, or tp where they are of one cp group; the first says how many share a node."""
+    dp, ep, cp, tp = parallel.dp, parallel.ep, parallel.cp, parallel.tp
+    yield dense, dp * ep * cp, tp
+    if experts:
+        yield experts, dp * cp, ep * tp
+
+
 def _replicas(costs: Costs, parallel: Parallel, dense: float, experts: float) -> float:
     """One reduction of float32 gradients, and with zero = 1 one gathering of the new weights."""
-    groups = ((dense, parallel.dp * parallel.ep * parallel.cp), (experts, parallel.dp * parallel.cp))
     element = 4 + costs.item if parallel.zero else 8
-    return sum(costs.gather(element * count, ranks, parallel.tp) for count, ranks in groups if count)
+    groups = replica_groups(parallel, dense, experts)
+    return sum(costs.gather(element * count, ranks, stride) for count, ranks, stride in groups)
