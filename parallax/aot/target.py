@@ -56,7 +56,7 @@ def environment(machine: Machine, dump: str) -> dict[str, str]:
     flags = [f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_step"]
     if machine.platform == "gpu":
         flags += CUDA_FLAGS
-    tpu = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"} if machine.platform == "tpu" else {}
+    tpu = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"} if machine.platform == "tpu" else {}
     return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0", "XLA_FLAGS": " ".join(flags), **tpu}
 
 

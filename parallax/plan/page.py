@@ -1,2 +1,0 @@
-def plan_page(found, estimate, steps):
-    return ""
