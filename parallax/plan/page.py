@@ -39,6 +39,7 @@ MEMORY_NAMES = {
     "logits": "logits and loss",
     "workspace": "workspace of the fullest moment",
 }
+SAID = {"memory": MEMORY_NAMES, "time": NAMES}
 # States violet, activations green; work blue, communication orange, idle grey. Every ink on them is near black.
 COLOURS = {
     "memory": {
@@ -90,38 +91,41 @@ p { margin: 8px 0; max-width: 76ch }
 .words dt { font-weight: 600 }
 .words dd { margin: 0 }
 .steps { margin: 0; padding: 0; list-style: none; counter-reset: step }
-.steps li { counter-increment: step; margin: 0 0 16px; padding-left: 36px; position: relative }
-.steps li::before { content: counter(step); position: absolute; left: 0; top: 2px; width: 24px; line-height: 22px;
+.steps > li { counter-increment: step; margin: 0 0 16px; padding-left: 36px; position: relative }
+.steps > li::before { content: counter(step); position: absolute; left: 0; top: 2px; width: 24px; line-height: 22px;
   border: 1px solid var(--rule); border-radius: 50%; text-align: center; font-size: .8rem; color: var(--quiet) }
 .steps p { margin: 0 }
 .steps ul { margin: 2px 0 0; padding-left: 18px; color: var(--quiet); font-size: .9375rem; max-width: 82ch }
-.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 8px 14px; align-items: center;
-  margin: 14px 0 8px; font-variant-numeric: tabular-nums }
+.bars { display: grid; grid-template-columns: max-content 1fr max-content; grid-auto-flow: dense; gap: 8px 14px;
+  align-items: center; margin: 14px 0 8px; font-variant-numeric: tabular-nums }
+.bars .end { grid-column: 3; text-align: right }
+.bars .bar { grid-column: 2 }
 .bar { position: relative; display: flex; height: 28px; background: var(--track) }
 .bar span { flex: none; overflow: hidden; text-align: center; font-size: 11px; line-height: 28px; color: #10141c;
   box-shadow: inset 0 0 0 .5px rgb(0 0 0 / .3) }
 .bar i, .mini i { position: absolute; top: -4px; bottom: -4px; border-left: 2px solid var(--ink) }
 .bar i.budget, .mini i { border-left-style: dashed }
-.mini { position: relative; display: block; min-width: 130px; height: 10px; background: var(--track) }
+.mini { position: relative; display: block; min-width: 110px; height: 10px; background: var(--track) }
 .mini b { display: block; height: 10px; background: #8f82d8 }
 .mini i { top: -3px; bottom: -3px }
 .key { display: flex; flex-wrap: wrap; gap: 4px 20px; padding: 0; margin: 6px 0; list-style: none }
 .key svg { width: 26px; height: 14px; vertical-align: -2px; margin-right: 6px; overflow: visible }
 .scroll { overflow-x: auto; margin: 12px 0 }
 table { border-collapse: collapse; font-size: .9375rem; font-variant-numeric: tabular-nums }
-th, td { padding: 5px 22px 5px 0; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--rule) }
+th, td { padding: 5px 18px 5px 0; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--rule) }
 thead th { font-size: .8125rem; color: var(--quiet); vertical-align: bottom }
 tbody th { font-weight: 400 }
+tbody small { display: block; max-width: 360px; white-space: normal; font-size: .8125rem; font-weight: 400; color: var(--quiet) }
 .number { text-align: right }
 tr.total > *, tr.choice > * { font-weight: 600 }
-.swatch { display: inline-block; width: 24px; margin-right: 10px; text-align: center; font-size: 11px;
+.item { display: flex; align-items: baseline; gap: 10px }
+.swatch { flex: none; width: 24px; text-align: center; font-size: 11px;
   line-height: 18px; font-weight: 400; color: #10141c; box-shadow: inset 0 0 0 .5px rgb(0 0 0 / .3) }
 figure { margin: 12px 0 }
 figcaption { max-width: 90ch }
-.plot { padding: 8px 16px 44px 64px }
+.plot { padding: 26px 16px 44px 60px }
 .plot svg { display: block; width: 100%; height: 380px; overflow: visible }
-svg text { font-size: 12px; fill: var(--quiet) }
-.drawing svg text { font-size: revert-layer; fill: revert-layer }
+.plot text { font-size: 12px; fill: var(--quiet) }
 .grid { stroke: var(--rule) }
 .limit { stroke: var(--ink); stroke-width: 1.5 }
 .budget { stroke-dasharray: 5 4 }
@@ -130,9 +134,10 @@ svg text { font-size: 12px; fill: var(--quiet) }
 .best { opacity: 1 }
 .front { stroke: var(--front); fill: none; stroke-width: 1.5 }
 .ring { stroke: var(--choice); fill: none; stroke-width: 2.5 }
-svg text.chosen { fill: var(--choice); font-weight: 600; paint-order: stroke; stroke: var(--paper); stroke-width: 4px }
-.drawing { background: #fff; border: 1px solid var(--rule) }
+.plot .chosen { fill: var(--choice); font-weight: 600; paint-order: stroke; stroke: var(--paper); stroke-width: 4px }
+.drawing { border: 1px solid var(--rule) }
 .drawing svg { display: block; width: 100%; height: auto }
+@media (prefers-color-scheme: dark) { .drawing svg { filter: invert(.92) hue-rotate(180deg) } }
 @media (max-width: 640px) {
   main { padding: 20px 16px 48px }
   h1 { font-size: 1.4rem }
@@ -141,8 +146,11 @@ svg text.chosen { fill: var(--choice); font-weight: 600; paint-order: stroke; st
   .words { display: block }
   .words dd { margin: 0 0 8px }
   .bars { grid-template-columns: 1fr max-content }
-  .bars .bar { grid-column: 1 / -1; grid-row: auto; order: 0; margin-bottom: 8px }
-  .plot { padding: 8px 8px 44px 52px }
+  .bars .end { grid-column: 2 }
+  .bars .bar { grid-column: 1 / -1; margin-bottom: 8px }
+  th, td { padding-right: 16px }
+  tbody th { white-space: normal; min-width: 150px }
+  .plot { padding: 26px 8px 44px 52px }
   .plot svg { height: 320px }
 }
 """
@@ -214,7 +222,8 @@ def _colour_rules() -> str:
 
 def _figures(request: Request, estimate: Estimate) -> str:
     job, scale, time = estimate.job, memory_scale(estimate.peak_bytes), estimate.step_time_s
-    whole, kept = memory_scale(request.machine.hbm_bytes), request.machine.hbm_bytes - request.budget_bytes
+    hbm = request.machine.hbm_bytes
+    whole, kept = memory_scale(hbm), hbm - request.budget_bytes
     figures = (
         ("step", time_scale(time).name(time), duration(time) if time >= 120 else f"{job.tokens:,} tokens"),
         ("tokens a second", f"{estimate.tokens_per_s:,.0f}", f"{estimate.tokens_per_s / job.devices:,.0f} a device"),
@@ -222,14 +231,13 @@ def _figures(request: Request, estimate: Estimate) -> str:
         (
             "memory of a device",
             scale.name(estimate.peak_bytes),
-            f"of {whole.name(request.machine.hbm_bytes)}, {whole.name(kept)} of which are headroom",
+            f"of {whole.name(hbm)}; {whole.name(hbm - estimate.peak_bytes)} free, {whole.name(kept)} of it as headroom",
         ),
     )
     cells = "".join(f"<div><dt>{a}</dt><dd>{b} <small>{c}</small></dd></div>" for a, b, c in figures)
     about = f"{job.shape.parameters:,} parameters; {job.train.global_batch_size:,} sequences of "
     about += f"{job.train.seq_len:,} tokens a step; {job.train.precision}. All figures are estimates by formula."
-    note = f"MFU counts {MFU_FLOPS}. HFU counts {HFU_FLOPS}."
-    return f'<p>{escape(about)}</p>\n<dl class="figures">{cells}</dl>\n<p class="quiet">{escape(note)}</p>'
+    return f'<p>{escape(about)}</p>\n<dl class="figures">{cells}</dl>'
 
 
 # What was chosen, and why
@@ -249,7 +257,9 @@ def layout_words(job: Job) -> list[tuple[str, str]]:
         batch = f"each with {share:,} of the {train.global_batch_size:,} sequences of a step"
         words.append(("data parallel", f"{p.dp:,} copies of the model, {batch}"))
     if p.ep > 1:
-        words.append(("expert parallel", f"{p.ep} ranks share each layer's experts, with {share // p.ep:,} sequences each"))
+        words.append(
+            ("expert parallel", f"{p.ep} ranks share each layer's experts, with {share // p.ep:,} sequences each")
+        )
     if p.pp > 1:
         stages = Stages(len(shape.layers), p.pp, p.virtual_stages)
         each = f"{stages.room}" if not stages.padding else f"at most {stages.room}"
@@ -299,8 +309,7 @@ def _memory(request: Request, estimate: Estimate) -> str:
     ]
     names = [_stages_name([*ranks], len(estimate.stages)) for ranks, _ in groups]
     bars = "".join(
-        f"<div>{name}</div>{_bar(items, length, 'memory', scale, name, limits)}<div>{scale.name(_sum(items))}</div>"
-        for name, (_, items) in zip(names, groups, strict=True)
+        _bar(items, length, "memory", scale, name, limits) for name, (_, items) in zip(names, groups, strict=True)
     )
     key = (
         f'<p class="quiet">Of {whole.name(hbm)}, so that the line of the memory would be far to the right.</p>'
@@ -310,7 +319,7 @@ def _memory(request: Request, estimate: Estimate) -> str:
         f"{whole.name(hbm)}</li></ul>"
     )
     rows = [
-        [_swatch(i, "memory", item) + MEMORY_NAMES[item], *(scale.show(items[item]) for _, items in groups)]
+        [_item(i, "memory", item), *(scale.show(items[item]) for _, items in groups)]
         for i, item in enumerate(estimate.stages[0])
     ]
     rows.append(["total", *(scale.show(_sum(items)) for _, items in groups)])
@@ -329,18 +338,20 @@ def _time(estimate: Estimate) -> str:
     """The whole step as one bar, its longest item first, and the same as a table."""
     assert estimate.time is not None
     total = estimate.time.total
-    scale = time_scale(total)
+    scale, percent = time_scale(total), Scale("%", 0.01, 1)
     items = {name: s for name, s in sorted(estimate.time.items.items(), key=lambda item: -item[1]) if s > 0}
-    bar = f"<div>step</div>{_bar(items, total, 'time', scale, 'step')}<div>{scale.name(total)}</div>"
+    bar = _bar(items, total, "time", scale, "step")
     rows = [
-        [_swatch(i, "time", name) + NAMES[name], scale.show(s), f"{s / total:.1%}"]
+        [_item(i, "time", name), scale.show(s), f"{percent.show(s / total)}%"]
         for i, (name, s) in enumerate(items.items())
     ]
-    rows.append(["total", scale.show(total), f"{1:.1%}"])
+    rows.append(["total", scale.show(total), f"{percent.show(1)}%"])
     table = _table("time by item", ["", scale.unit, "share"], rows, (1, 2), {len(rows) - 1: "total"})
     hidden = sum(whole - exposed for whole, exposed in estimate.time.communication.values())
-    note = f'<p class="quiet">Other work hides {scale.name(hidden)} of communication, which this does not count.</p>'
-    return f'<div class="bars">{bar}</div>\n{table}' + (f"\n{note}" if hidden > 0 else "")
+    notes = [f"Besides, {scale.name(hidden)} of communication run under other work."] if hidden > 0 else []
+    notes += [f"MFU counts {MFU_FLOPS}.", f"HFU counts {HFU_FLOPS}."]
+    quiet = "".join(f'<p class="quiet">{escape(note)}</p>' for note in notes)
+    return f'<div class="bars">{bar}</div>\n{table}\n{quiet}'
 
 
 def _sum(items: Mapping[str, float]) -> float:
@@ -348,23 +359,26 @@ def _sum(items: Mapping[str, float]) -> float:
 
 
 def _bar(items: Mapping[str, float], length: float, kind: str, scale: Scale, name: str, limits: str = "") -> str:
-    """Parts side by side, numbered as in the table below; the whole width stands for `length`."""
-    said = {"memory": MEMORY_NAMES, "time": NAMES}[kind]
+    """A line of a `.bars` grid: parts side by side, numbered as in the table below, between their name and their sum.
+    The whole width stands for `length`."""
     parts = "".join(
-        f'<span class="{kind}-{item}" style="width:{100 * value / length:.3f}%" title="{said[item]}: '
+        f'<span class="{kind}-{item}" style="width:{100 * value / length:.3f}%" title="{SAID[kind][item]}: '
         f'{scale.name(value)}">{i + 1 if value >= WIDE * length else ""}</span>'
         for i, (item, value) in enumerate(items.items())
         if value > 0
     )
-    return f'<div class="bar" role="img" aria-label="{name}: {scale.name(_sum(items))}">{parts}{limits}</div>'
+    end = scale.name(_sum(items))
+    bar = f'<div class="bar" role="img" aria-label="{name}: {end}">{parts}{limits}</div>'
+    return f'<div>{name}</div><div class="end">{end}</div>{bar}\n'
 
 
 def _limit(share: float, name: str = "") -> str:
     return f'<i class="{name}" style="left:calc({100 * share:.3f}% - 1px)"></i>'
 
 
-def _swatch(index: int, kind: str, item: str) -> str:
-    return f'<span class="swatch {kind}-{item}">{index + 1}</span>'
+def _item(index: int, kind: str, item: str) -> str:
+    """The number, colour and name of a part of a bar."""
+    return f'<span class="item"><span class="swatch {kind}-{item}">{index + 1}</span>{SAID[kind][item]}</span>'
 
 
 def _line(kind: str) -> str:
@@ -403,21 +417,26 @@ def _layouts(found: Found) -> str:
     tick = "" if small else _limit(request.budget_bytes / length)
     rows = [
         [
-            escape(layout(c.parallel) or "one device"),
-            str(c.train.micro_batch_size),
-            c.train.remat,
+            _two_lines(c),
             time.show(c.step_time_s),
             "chosen" if c is best else f"{c.step_time_s / best.step_time_s - 1:+.1%}",
             memory.show(c.memory_bytes),
             f'<span class="mini"><b style="width:{100 * c.memory_bytes / length:.3f}%"></b>{tick}</span>',
+            str(c.train.micro_batch_size),
+            c.train.remat,
         ]
         for c in shown
     ]
-    head = ["layout", "micro batch", "remat", f"step, {time.unit}", "slower by", f"{memory.unit} a device", ""]
+    head = ["layout", f"step, {time.unit}", "slower by", f"{memory.unit} a device", "", "micro batch", "remat"]
     said = f"The fastest configuration of each layout; {len(shown)} of {len(all_layouts):,} layouts that fit"
     said += ". " if small else "; the dashed line is the budget, and the whole bar the memory. "
     said += f"In all, {len(found.fitting):,} configurations fit, and {len(found.too_large):,} that were priced do not."
-    return f"<p>{said}</p>\n{_table('best layouts', head, rows, (1, 3, 4, 5), {0: 'choice'})}"
+    return f"<p>{said}</p>\n{_table('best layouts', head, rows, (1, 2, 3, 5), {0: 'choice'})}"
+
+
+def _two_lines(c: Candidate) -> str:
+    sizes, _, rest = layout(c.parallel).partition(", ")
+    return f"{escape(sizes or 'one device')}<small>{escape(rest)}</small>"
 
 
 # Memory against time
@@ -460,6 +479,14 @@ class _Axis:
         powers = [unit * float(base) ** i for i in range(first, math.floor(math.log(self.high / unit, base)) + 1)]
         return powers[:: -(-len(powers) // 7) or 1]
 
+    def apart(self, ticks: Iterable[float], least: float) -> list[float]:
+        """Those that are so many percent from the one before, so that their text has room, and from the end."""
+        kept: list[float] = []
+        for tick in ticks:
+            if self.share(tick) < 97 and (not kept or self.share(tick) - self.share(kept[-1]) >= least):
+                kept.append(tick)
+        return kept
+
 
 def _scatter(found: Found) -> str:
     """The front of all that was priced, the choice, and some of the others. Positions are shares of the plot, so that
@@ -486,16 +513,18 @@ def _scatter(found: Found) -> str:
         return f'<use class="lost{kind}" href="#cross" x="{a:.2f}%" y="{b:.2f}%">{tip}</use>'
 
     out = ['<defs><path id="cross" d="M-3.5-3.5 3.5 3.5M-3.5 3.5 3.5-3.5"/></defs>']
-    for tick in x.ticks(memory_scale(x.high).per, 4):
+    for tick in x.apart(x.ticks(memory_scale(x.high).per, 4), 16):
         a, unit = x.share(tick), memory_scale(tick)
         out.append(f'<line class="grid" x1="{a:.2f}%" y1="0" x2="{a:.2f}%" y2="100%"/>')
         out.append(f'<text x="{a:.2f}%" y="100%" dy="18" text-anchor="middle">{tick / unit.per:.4g} {unit.unit}</text>')
-    for tick in y.ticks(time_scale(y.high).per, 10):
+    for tick in y.apart(y.ticks(time_scale(y.high).per, 10), 8):
         b, unit = 100 - y.share(tick), time_scale(tick)
         out.append(f'<line class="grid" x1="0" y1="{b:.2f}%" x2="100%" y2="{b:.2f}%"/>')
-        out.append(f'<text x="0" y="{b:.2f}%" dx="-8" dy="4" text-anchor="end">{tick / unit.per:.4g} {unit.unit}</text>')
+        out.append(
+            f'<text x="0" y="{b:.2f}%" dx="-8" dy="4" text-anchor="end">{tick / unit.per:.4g} {unit.unit}</text>'
+        )
     out.append('<text x="100%" y="100%" dy="36" text-anchor="end">memory of a device →</text>')
-    out.append('<text x="6" y="14">↑ time of a step</text>')
+    out.append('<text x="-44" y="-12">↑ time of a step</text>')
     out += [mark(c) for c in shown]
     stairs = [at(front[0])]
     for c in front[1:]:
@@ -515,7 +544,8 @@ def _scatter(found: Found) -> str:
     ]
     a, b = at(best)
     out.append(f'<circle class="ring" cx="{a:.2f}%" cy="{b:.2f}%" r="8"/>')
-    out.append(f'<text class="chosen" x="{a:.2f}%" y="{b:.2f}%" dx="-12" dy="20" text-anchor="end">chosen</text>')
+    side = 'dx="-12" text-anchor="end"' if a > 50 else 'dx="12"'
+    out.append(f'<text class="chosen" x="{a:.2f}%" y="{b:.2f}%" dy="20" {side}>chosen</text>')
 
     whole = memory_scale(hbm)
     key = (
@@ -547,12 +577,12 @@ def _tip(c: Candidate) -> str:
 
 
 def drawn_size(pp: int, v: int, m: int) -> tuple[int, int, int]:
-    """Ranks, chunks and microbatches of a timeline that can be read: the plan's own ranks and chunks if possible."""
+    """Ranks, chunks and microbatches of a timeline that can be read: the plan's own ranks and chunks if possible, else
+    fewer with two microbatches a rank, for a steady phase to show."""
     sizes = [
         (ranks, chunks, min(m, rounds * ranks))
         for chunks in (v, 4, 2)
-        for ranks in (pp, 8, 4)
-        for rounds in (2, 1)
+        for ranks, rounds in ((pp, 2), (pp, 1), (8, 2), (4, 2))
         if chunks <= v and ranks <= min(pp, MOST_RANKS)
     ]
     return next(((p, c, b) for p, c, b in sizes if max(b, p) * c + p <= MOST_WORK), sizes[-1])
@@ -571,7 +601,9 @@ def _pipeline(job: Job) -> str:
     if size == own:
         said = "The whole step, as it runs."
     else:
-        said = f"Drawn are fewer, to be readable: {_sizes(*size)}. The plan has {_sizes(*own)}, in the same order, "
+        said = (
+            f"Drawn, to be readable: {_sizes(*size)}. The plan itself has {_sizes(*own)}, in the same kind of order, "
+        )
         said += f"and a bubble of {float(bubble_formula(p.schedule, *own)):.1%}."
     width = int(re.findall(r'width="(\d+)"', svg)[0])  # its own; much less and its numbers cannot be read
     return (
