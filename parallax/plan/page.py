@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from parallax.config import SCHEDULES
+from parallax.config import SCHEDULES, Parallel
 from parallax.plan.estimate import HFU_FLOPS, MFU_FLOPS, Estimate, Job
 from parallax.plan.explain import Step
-from parallax.plan.search import Candidate, Found, Request
+from parallax.plan.search import NEAR, Candidate, Found, Request
 from parallax.plan.show import NAMES
 from parallax.schedule.draw import TITLES, timeline_svg
 from parallax.schedule.order import make_schedule
@@ -26,6 +26,8 @@ MOST_POINTS = 300  # drawn that are not on the front
 MOST_RANKS = 16  # drawn of a pipeline
 MOST_WORK = 48  # chunk-microbatches and ranks that a timeline of readable numbers has room for
 SMALL = 0.1  # of the memory: bars of less have their own scale
+SIZES = tuple(2.0**i for i in range(60))  # bytes, and seconds below: steps of axes over decades
+TIMES = tuple(n * 10.0**e for e in range(-6, 6) for n in (1, 2, 5))
 WIDE = 0.04  # of a bar: a part that has room for its number
 
 MEMORY_NAMES = {
@@ -39,6 +41,7 @@ MEMORY_NAMES = {
     "logits": "logits and loss",
     "workspace": "workspace of the fullest moment",
 }
+LIMITS = tuple(f'<line class="{kind}" x1="13" y1="-1" x2="13" y2="15"/>' for kind in ("limit budget", "limit"))
 SAID = {"memory": MEMORY_NAMES, "time": NAMES}
 # States violet, activations green; work blue, communication orange, idle grey. Every ink on them is near black.
 COLOURS = {
@@ -115,7 +118,7 @@ table { border-collapse: collapse; font-size: .9375rem; font-variant-numeric: ta
 th, td { padding: 5px 18px 5px 0; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--rule) }
 thead th { font-size: .8125rem; color: var(--quiet); vertical-align: bottom }
 tbody th { font-weight: 400 }
-tbody small { display: block; max-width: 360px; white-space: normal; font-size: .8125rem; font-weight: 400; color: var(--quiet) }
+tbody small { display: block; font-size: .8125rem; font-weight: 400; color: var(--quiet) }
 .number { text-align: right }
 tr.total > *, tr.choice > * { font-weight: 600 }
 .item { display: flex; align-items: baseline; gap: 10px }
@@ -149,6 +152,7 @@ figcaption { max-width: 90ch }
   .bars .end { grid-column: 2 }
   .bars .bar { grid-column: 1 / -1; margin-bottom: 8px }
   th, td { padding-right: 16px }
+  thead th { white-space: normal }
   tbody th { white-space: normal; min-width: 150px }
   .plot { padding: 26px 8px 44px 52px }
   .plot svg { height: 320px }
@@ -240,6 +244,10 @@ def _figures(request: Request, estimate: Estimate) -> str:
     return f'<p>{escape(about)}</p>\n<dl class="figures">{cells}</dl>'
 
 
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'s' * (n != 1)}"
+
+
 # What was chosen, and why
 
 
@@ -257,9 +265,8 @@ def layout_words(job: Job) -> list[tuple[str, str]]:
         batch = f"each with {share:,} of the {train.global_batch_size:,} sequences of a step"
         words.append(("data parallel", f"{p.dp:,} copies of the model, {batch}"))
     if p.ep > 1:
-        words.append(
-            ("expert parallel", f"{p.ep} ranks share each layer's experts, with {share // p.ep:,} sequences each")
-        )
+        batch = f"with {_count(share // p.ep, 'sequence')} each"
+        words.append(("expert parallel", f"{p.ep} ranks share each layer's experts, {batch}"))
     if p.pp > 1:
         stages = Stages(len(shape.layers), p.pp, p.virtual_stages)
         each = f"{stages.room}" if not stages.padding else f"at most {stages.room}"
@@ -271,8 +278,8 @@ def layout_words(job: Job) -> list[tuple[str, str]]:
     if p.tp > 1:
         split = ", and the activations between layers along the sequence" if p.sequence_parallel else ""
         words.append(("tensor parallel", f"{p.tp} devices share each layer{split}"))
-    one = "1 sequence" if train.micro_batch_size == 1 else f"{train.micro_batch_size} sequences"
-    words.append(("microbatches", f"{job.microbatches:,} of {one}, one after the other"))
+    order = ", one after the other" if job.microbatches > 1 else ""
+    words.append(("microbatches", f"{job.microbatches:,} of {_count(train.micro_batch_size, 'sequence')}{order}"))
     if states > 1:
         how = f"sharded over {states:,} replicas" if p.zero else "whole on every replica"
         words.append(("optimizer states", f"{how} (zero {p.zero})"))
@@ -311,13 +318,12 @@ def _memory(request: Request, estimate: Estimate) -> str:
     bars = "".join(
         _bar(items, length, "memory", scale, name, limits) for name, (_, items) in zip(names, groups, strict=True)
     )
-    key = (
-        f'<p class="quiet">Of {whole.name(hbm)}, so that the line of the memory would be far to the right.</p>'
-        if small
-        else f'<ul class="key"><li>{_line("limit budget")}budget {whole.name(budget)}, which leaves '
-        f"{request.headroom:.1%} as headroom</li><li>{_line('limit')}memory of {escape(request.machine.name)}, "
-        f"{whole.name(hbm)}</li></ul>"
-    )
+    if small:
+        more = f"{whole.name(hbm)}, {hbm / peak:,.0f} times as much"
+        key = f'<p class="quiet">The bar is what is used; a device has {more}.</p>'
+    else:
+        left = f"budget {whole.name(budget)}, which leaves {request.headroom:.1%} as headroom"
+        key = _key(zip(LIMITS, (left, f"memory of {request.machine.name}, {whole.name(hbm)}"), strict=True))
     rows = [
         [_item(i, "memory", item), *(scale.show(items[item]) for _, items in groups)]
         for i, item in enumerate(estimate.stages[0])
@@ -381,8 +387,10 @@ def _item(index: int, kind: str, item: str) -> str:
     return f'<span class="item"><span class="swatch {kind}-{item}">{index + 1}</span>{SAID[kind][item]}</span>'
 
 
-def _line(kind: str) -> str:
-    return f'<svg aria-hidden="true"><line class="{kind}" x1="13" y1="-1" x2="13" y2="15"/></svg>'
+def _key(entries: Iterable[tuple[str, str]]) -> str:
+    """What a mark (SVG, 26 by 14) stands for."""
+    lines = "".join(f'<li><svg aria-hidden="true">{svg}</svg>{escape(said)}</li>' for svg, said in entries)
+    return f'<ul class="key">{lines}</ul>'
 
 
 def _table(
@@ -417,7 +425,7 @@ def _layouts(found: Found) -> str:
     tick = "" if small else _limit(request.budget_bytes / length)
     rows = [
         [
-            _two_lines(c),
+            _two_lines(c.parallel),
             time.show(c.step_time_s),
             "chosen" if c is best else f"{c.step_time_s / best.step_time_s - 1:+.1%}",
             memory.show(c.memory_bytes),
@@ -427,16 +435,20 @@ def _layouts(found: Found) -> str:
         ]
         for c in shown
     ]
-    head = ["layout", f"step, {time.unit}", "slower by", f"{memory.unit} a device", "", "micro batch", "remat"]
+    head = ["layout", f"step, {time.unit}", "slower", f"memory, {memory.unit}", "", "micro batch", "remat"]
     said = f"The fastest configuration of each layout; {len(shown)} of {len(all_layouts):,} layouts that fit"
     said += ". " if small else "; the dashed line is the budget, and the whole bar the memory. "
-    said += f"In all, {len(found.fitting):,} configurations fit, and {len(found.too_large):,} that were priced do not."
+    count = _count(len(found.fitting), "configuration")
+    said += f"In all, {count} fit; {len(found.too_large):,} that were priced do not."
     return f"<p>{said}</p>\n{_table('best layouts', head, rows, (1, 2, 3, 5), {0: 'choice'})}"
 
 
-def _two_lines(c: Candidate) -> str:
-    sizes, _, rest = layout(c.parallel).partition(", ")
-    return f"{escape(sizes or 'one device')}<small>{escape(rest)}</small>"
+def _two_lines(parallel: Parallel) -> str:
+    """Its sizes, and below them what else differs from layout to layout."""
+    sizes = layout(parallel).partition(",")[0] or "one device"
+    rest = [f"{parallel.virtual_stages} virtual stages"] if parallel.virtual_stages > 1 else []
+    rest += [f"context by {parallel.context}"] if parallel.cp > 1 else []
+    return f"{sizes}<small>{', '.join(rest)}</small>"
 
 
 # Memory against time
@@ -468,22 +480,16 @@ class _Axis:
         """Percent of the way."""
         return 100 * math.log(value / self.low) / math.log(self.high / self.low)
 
-    def ticks(self, unit: float, base: int) -> list[float]:
-        """At most seven round numbers of `unit`, or powers of `base` where the axis spans a decade."""
+    def ticks(self, unit: float, ladder: Sequence[float], apart: float) -> list[float]:
+        """Round numbers of `unit`, or steps of the `ladder` where the axis spans a decade; so many percent from each
+        other, for their text to have room, and none at the very end."""
         if self.high < 10 * self.low:
-            step = unit * next(
-                s for e in range(-9, 12) for n in (1, 2, 5) if (self.high - self.low) / unit <= 6 * (s := n * 10.0**e)
-            )
-            return [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
-        first = math.ceil(math.log(self.low / unit, base))
-        powers = [unit * float(base) ** i for i in range(first, math.floor(math.log(self.high / unit, base)) + 1)]
-        return powers[:: -(-len(powers) // 7) or 1]
-
-    def apart(self, ticks: Iterable[float], least: float) -> list[float]:
-        """Those that are so many percent from the one before, so that their text has room, and from the end."""
+            span = (self.high - self.low) / unit
+            step = unit * next(s for e in range(-9, 12) for n in (1, 2, 5) if span <= 6 * (s := n * 10.0**e))
+            ladder = [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
         kept: list[float] = []
-        for tick in ticks:
-            if self.share(tick) < 97 and (not kept or self.share(tick) - self.share(kept[-1]) >= least):
+        for tick in ladder:
+            if 0 <= self.share(tick) < 97 and (not kept or self.share(tick) - self.share(kept[-1]) >= apart):
                 kept.append(tick)
         return kept
 
@@ -492,12 +498,14 @@ def _scatter(found: Found) -> str:
     """The front of all that was priced, the choice, and some of the others. Positions are shares of the plot, so that
     text and marks keep their size on any screen."""
     assert found.best is not None
-    request, best = found.request, found.best
-    hbm, budget = request.machine.hbm_bytes, request.budget_bytes
+    best, hbm, budget = found.best, found.request.machine.hbm_bytes, found.request.budget_bytes
     front = pareto_front((*found.fitting, *found.too_large))
+    largest = max(front[-1].memory_bytes, best.memory_bytes)
+    slowest, fastest = max(front[0].step_time_s, best.step_time_s), front[-1].step_time_s
+    small = largest < SMALL * hbm
+    x = _Axis(0.9 * front[0].memory_bytes, 1.1 * (largest if small else max(largest, hbm)))
+    y = _Axis(fastest * (fastest / (1.2 * slowest)) ** 0.12, 1.2 * slowest)  # room for a word below
     on_front = set(map(id, front))
-    x = _Axis(0.9 * front[0].memory_bytes, 1.1 * max(front[-1].memory_bytes, best.memory_bytes, hbm))
-    y = _Axis(0.96 * front[-1].step_time_s, 1.2 * max(front[0].step_time_s, best.step_time_s))
     others = [c for c in (*found.fitting, *found.too_large) if id(c) not in on_front]
     inside = [c for c in others if c.memory_bytes <= x.high and c.step_time_s <= y.high]
     shown = thinned(inside)
@@ -512,60 +520,79 @@ def _scatter(found: Found) -> str:
             return f'<circle class="fits{kind}" cx="{a:.2f}%" cy="{b:.2f}%" r="3.5">{tip}</circle>'
         return f'<use class="lost{kind}" href="#cross" x="{a:.2f}%" y="{b:.2f}%">{tip}</use>'
 
-    out = ['<defs><path id="cross" d="M-3.5-3.5 3.5 3.5M-3.5 3.5 3.5-3.5"/></defs>']
-    for tick in x.apart(x.ticks(memory_scale(x.high).per, 4), 16):
-        a, unit = x.share(tick), memory_scale(tick)
-        out.append(f'<line class="grid" x1="{a:.2f}%" y1="0" x2="{a:.2f}%" y2="100%"/>')
-        out.append(f'<text x="{a:.2f}%" y="100%" dy="18" text-anchor="middle">{tick / unit.per:.4g} {unit.unit}</text>')
-    for tick in y.apart(y.ticks(time_scale(y.high).per, 10), 8):
-        b, unit = 100 - y.share(tick), time_scale(tick)
-        out.append(f'<line class="grid" x1="0" y1="{b:.2f}%" x2="100%" y2="{b:.2f}%"/>')
-        out.append(
-            f'<text x="0" y="{b:.2f}%" dx="-8" dy="4" text-anchor="end">{tick / unit.per:.4g} {unit.unit}</text>'
-        )
-    out.append('<text x="100%" y="100%" dy="36" text-anchor="end">memory of a device →</text>')
-    out.append('<text x="-44" y="-12">↑ time of a step</text>')
-    out += [mark(c) for c in shown]
-    stairs = [at(front[0])]
-    for c in front[1:]:
-        a, b = at(c)
-        stairs += [(a, stairs[-1][1]), (a, b)]
-    points = " ".join(f"{a:.2f},{b:.2f}" for a, b in stairs)
-    out.append(
-        '<svg viewBox="0 0 100 100" preserveAspectRatio="none" width="100%" height="100%">'
-        f'<polyline class="front" vector-effect="non-scaling-stroke" points="{points}"/></svg>'
-    )
-    out += [mark(c, " best") for c in front]
-    limits = (("limit budget", budget), ("limit", hbm))
-    out += [
-        f'<line class="{kind}" x1="{x.share(size):.2f}%" y1="0" x2="{x.share(size):.2f}%" y2="100%"/>'
-        for kind, size in limits
-        if size > x.low
+    drawn = [
+        '<defs><path id="cross" d="M-3.5-3.5 3.5 3.5M-3.5 3.5 3.5-3.5"/></defs>',
+        *_grid(x, y),
+        *(mark(c) for c in shown),
+        _stairs([at(c) for c in front]),
+        *(mark(c, " best") for c in front),
+        *((_upright("limit budget", x.share(budget)), _upright("limit", x.share(hbm))) if not small else ()),
+        _ring(*at(best)),
     ]
-    a, b = at(best)
-    out.append(f'<circle class="ring" cx="{a:.2f}%" cy="{b:.2f}%" r="8"/>')
-    side = 'dx="-12" text-anchor="end"' if a > 50 else 'dx="12"'
-    out.append(f'<text class="chosen" x="{a:.2f}%" y="{b:.2f}%" dy="20" {side}>chosen</text>')
-
     whole = memory_scale(hbm)
-    key = (
-        ('<circle class="fits best" cx="13" cy="7" r="4"/>', "fits"),
-        ('<path class="lost best" d="M9 3 17 11M9 11 17 3"/>', "over the budget"),
-        ('<path class="front" d="M0 4H13V10H26"/>', "Pareto front: least time for the memory"),
-        ('<circle class="ring" cx="13" cy="7" r="6"/>', "chosen"),
-        ('<line class="limit budget" x1="13" y1="-1" x2="13" y2="15"/>', f"budget {whole.name(budget)}"),
-        ('<line class="limit" x1="13" y1="-1" x2="13" y2="15"/>', f"memory {whole.name(hbm)}"),
-    )
-    legend = "".join(f'<li><svg aria-hidden="true">{svg}</svg>{said}</li>' for svg, said in key)
-    caption = f"{len(front)} configurations on the front, and {len(shown):,} of the {len(others):,} others"
+    caption = f"{_count(len(front), 'configuration')} on the front, and {len(shown):,} of the {len(others):,} others"
     if outside := len(others) - len(inside):
         caption += f"; {outside:,} are larger or slower than the axes reach"
-    svg = f'<svg role="img" aria-label="memory against time">{"".join(out)}</svg>'
+    if small:
+        caption += f". A device has {whole.name(hbm)}, far to the right"
     return (
-        f'<figure><ul class="key">{legend}</ul><div class="plot">{svg}</div>'
-        f"<figcaption>{caption}. Both axes are logarithmic. As fast within half a percent, the simpler layout is chosen, "
-        "which may lie beside the front.</figcaption></figure>"
+        f'<figure>{_scatter_key(None if small else (whole.name(budget), whole.name(hbm)))}<div class="plot">'
+        f'<svg role="img" aria-label="memory against time">{"".join(drawn)}</svg></div>'
+        f"<figcaption>{caption}. Both axes are logarithmic. Of layouts that are as fast within {NEAR:.1%} the "
+        "simplest is chosen, which may lie beside the front.</figcaption></figure>"
     )
+
+
+def _grid(x: _Axis, y: _Axis) -> list[str]:
+    out = []
+    for tick in x.ticks(memory_scale(x.high).per, SIZES, 17):
+        a, unit = x.share(tick), memory_scale(tick)
+        out.append(_upright("grid", a))
+        out.append(f'<text x="{a:.2f}%" y="100%" dy="18" text-anchor="middle">{tick / unit.per:.4g} {unit.unit}</text>')
+    for tick in y.ticks(time_scale(y.high).per, TIMES, 8):
+        b, unit = 100 - y.share(tick), time_scale(tick)
+        out.append(f'<line class="grid" x1="0" y1="{b:.2f}%" x2="100%" y2="{b:.2f}%"/>')
+        text = f"{tick / unit.per:.4g} {unit.unit}"
+        out.append(f'<text x="0" y="{b:.2f}%" dx="-8" dy="4" text-anchor="end">{text}</text>')
+    out.append('<text x="100%" y="100%" dy="36" text-anchor="end">memory of a device →</text>')
+    return [*out, '<text x="-44" y="-12">↑ time of a step</text>']
+
+
+def _upright(kind: str, at: float) -> str:
+    return f'<line class="{kind}" x1="{at:.2f}%" y1="0" x2="{at:.2f}%" y2="100%"/>'
+
+
+def _stairs(points: Sequence[tuple[float, float]]) -> str:
+    """The least time for each memory: level from a point to above the next, then down to it."""
+    corners = [points[0]]
+    for a, b in points[1:]:
+        corners += [(a, corners[-1][1]), (a, b)]
+    line = " ".join(f"{a:.2f},{b:.2f}" for a, b in corners)
+    return (
+        '<svg viewBox="0 0 100 100" preserveAspectRatio="none" width="100%" height="100%">'
+        f'<polyline class="front" vector-effect="non-scaling-stroke" points="{line}"/></svg>'
+    )
+
+
+def _ring(a: float, b: float) -> str:
+    side = 'dx="-12" text-anchor="end"' if a > 50 else 'dx="12"'
+    return (
+        f'<circle class="ring" cx="{a:.2f}%" cy="{b:.2f}%" r="8"/>'
+        f'<text class="chosen" x="{a:.2f}%" y="{b:.2f}%" dy="20" {side}>chosen</text>'
+    )
+
+
+def _scatter_key(limits: tuple[str, str] | None) -> str:
+    """`limits` are budget and memory; None where they are far off, and nothing is near them."""
+    key = [
+        ('<circle class="fits best" cx="13" cy="7" r="4"/>', "fits"),
+        ('<path class="front" d="M0 4H13V10H26"/>', "Pareto front: least time for the memory"),
+        ('<circle class="ring" cx="13" cy="7" r="6"/>', "chosen"),
+    ]
+    if limits:
+        key.insert(1, ('<path class="lost best" d="M9 3 17 11M9 11 17 3"/>', "over the budget"))
+        key += [(LIMITS[0], f"budget {limits[0]}"), (LIMITS[1], f"memory {limits[1]}")]
+    return _key(key)
 
 
 def _tip(c: Candidate) -> str:
@@ -599,12 +626,10 @@ def _pipeline(job: Job) -> str:
     table = tick_table(make_schedule(p.schedule, *size))
     svg = timeline_svg(table).replace(' xmlns="http://www.w3.org/2000/svg"', "")
     if size == own:
-        said = "The whole step, as it runs."
+        said = "The whole step."
     else:
-        said = (
-            f"Drawn, to be readable: {_sizes(*size)}. The plan itself has {_sizes(*own)}, in the same kind of order, "
-        )
-        said += f"and a bubble of {float(bubble_formula(p.schedule, *own)):.1%}."
+        said = f"Drawn, to be readable: {_sizes(*size)}. The plan itself has {_sizes(*own)}, "
+        said += f"in the same kind of order, and a bubble of {float(bubble_formula(p.schedule, *own)):.1%}."
     width = int(re.findall(r'width="(\d+)"', svg)[0])  # its own; much less and its numbers cannot be read
     return (
         f"<p>{TITLES[p.schedule]}. {said}</p>\n"
