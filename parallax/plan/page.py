@@ -112,9 +112,10 @@ p { margin: 8px 0; max-width: 76ch }
 .mini b { display: block; height: 10px; background: #8f82d8 }
 .mini i { top: -3px; bottom: -3px }
 .key { display: flex; flex-wrap: wrap; gap: 4px 20px; padding: 0; margin: 6px 0; list-style: none }
-.key svg { width: 26px; height: 14px; vertical-align: -2px; margin-right: 6px; overflow: visible }
+.key li { display: flex; gap: 6px }
+.key svg { flex: none; width: 26px; height: 14px; margin-top: 3px; overflow: visible }
 .scroll { overflow-x: auto; margin: 12px 0 }
-table { border-collapse: collapse; font-size: .9375rem; font-variant-numeric: tabular-nums }
+table { border-collapse: collapse; overflow-wrap: normal; font-size: .9375rem; font-variant-numeric: tabular-nums }
 th, td { padding: 5px 18px 5px 0; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--rule) }
 thead th { font-size: .8125rem; color: var(--quiet); vertical-align: bottom }
 tbody th { font-weight: 400 }
@@ -448,7 +449,7 @@ def _two_lines(parallel: Parallel) -> str:
     sizes = layout(parallel).partition(",")[0] or "one device"
     rest = [f"{parallel.virtual_stages} virtual stages"] if parallel.virtual_stages > 1 else []
     rest += [f"context by {parallel.context}"] if parallel.cp > 1 else []
-    return f"{sizes}<small>{', '.join(rest)}</small>"
+    return f"{sizes} <small>{', '.join(rest)}</small>" if rest else sizes
 
 
 # Memory against time
