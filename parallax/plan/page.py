@@ -109,7 +109,7 @@ p { margin: 8px 0; max-width: 76ch }
 .bar i, .mini i { position: absolute; top: -4px; bottom: -4px; border-left: 2px solid var(--ink) }
 .bar i.budget, .mini i { border-left-style: dashed }
 .mini { position: relative; display: block; min-width: 110px; height: 10px; background: var(--track) }
-.mini b { display: block; height: 10px; background: #8f82d8 }
+.mini b { display: block; height: 10px; background: var(--quiet) }
 .mini i { top: -3px; bottom: -3px }
 .key { display: flex; flex-wrap: wrap; gap: 4px 20px; padding: 0; margin: 6px 0; list-style: none }
 .key li { display: flex; gap: 6px }
@@ -613,7 +613,7 @@ def drawn_size(pp: int, v: int, m: int) -> tuple[int, int, int]:
         for ranks, rounds in ((pp, 2), (pp, 1), (8, 2), (4, 2))
         if chunks <= v and ranks <= min(pp, MOST_RANKS)
     ]
-    return next(((p, c, b) for p, c, b in sizes if max(b, p) * c + p <= MOST_WORK), sizes[-1])
+    return next((p, c, b) for p, c, b in sizes if max(b, p) * c + p <= MOST_WORK)
 
 
 def _pipeline(job: Job) -> str:
@@ -630,7 +630,7 @@ def _pipeline(job: Job) -> str:
         said = "The whole step."
     else:
         said = f"Drawn, to be readable: {_sizes(*size)}. The plan itself has {_sizes(*own)}, "
-        said += f"in the same kind of order, and a bubble of {float(bubble_formula(p.schedule, *own)):.1%}."
+        said += f"in the same kind of order, and a bubble of {float(bubble_formula(p.schedule, *own)):.1%} (idle over useful time)."
     width = int(re.findall(r'width="(\d+)"', svg)[0])  # its own; much less and its numbers cannot be read
     return (
         f"<p>{TITLES[p.schedule]}. {said}</p>\n"
