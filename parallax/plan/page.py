@@ -630,7 +630,8 @@ def _pipeline(job: Job) -> str:
         said = "The whole step."
     else:
         said = f"Drawn, to be readable: {_sizes(*size)}. The plan itself has {_sizes(*own)}, "
-        said += f"in the same kind of order, and a bubble of {float(bubble_formula(p.schedule, *own)):.1%} (idle over useful time)."
+        bubble = float(bubble_formula(p.schedule, *own))
+        said += f"in the same kind of order, and a bubble of {bubble:.1%} (idle over useful time)."
     width = int(re.findall(r'width="(\d+)"', svg)[0])  # its own; much less and its numbers cannot be read
     return (
         f"<p>{TITLES[p.schedule]}. {said}</p>\n"
