@@ -25,8 +25,8 @@ from parallax.program import Batch, Program
 from parallax.validate import Resolved, resolve
 
 
-def build(resolved: Resolved) -> tuple[Program, Any, float]:
-    """→ the program, its compiled train step, and the seconds that tracing and compiling took."""
+def build(resolved: Resolved) -> tuple[Any, float]:
+    """→ the compiled train step, and the seconds that tracing and compiling took."""
     config, machine = resolved.config, resolved.machine
     mesh = make_mesh(config.parallel, topology_devices(machine, config.devices))
     model = Model(resolved.model_module, resolved.model_config, resolved.shape, config.train.remat)
@@ -34,7 +34,7 @@ def build(resolved: Resolved) -> tuple[Program, Any, float]:
     start = time.perf_counter()
     with jax.set_mesh(mesh):
         compiled = program.train_step.lower(*arguments(program)).compile()
-    return program, compiled, time.perf_counter() - start
+    return compiled, time.perf_counter() - start
 
 
 def topology_devices(machine: Machine, devices: int) -> Any:
@@ -66,7 +66,7 @@ def arguments(program: Program) -> tuple[TrainState, Batch]:
 def main(request: dict[str, Any]) -> None:
     """Writes memory.json and program.hlo, and where asked the serialized executable, into the folder of the request."""
     folder = Path(request["folder"])
-    program, compiled, seconds = build(resolve(request["run_file"], request["overrides"]))
+    compiled, seconds = build(resolve(request["run_file"], request["overrides"]))
     memory = compiled.memory_analysis()
     (folder / "program.hlo").write_text(compiled.as_text())
     if request["save"]:

@@ -26,7 +26,7 @@ def topology_name(machine: Machine, devices: int) -> str:
             below = devices // node * node
             raise ConfigError([_no_such(machine, devices, f"nodes have {node}", [below, below + node])])
         return f"1x{devices // node}x{node}"
-    generation = machine.compile_target["topology"]
+    generation = str(machine.compile_target["topology"])
     dimensions = 3 if generation == "v5p" else 2
     shapes = {math.prod(shape): shape for shape in _slices(dimensions, MOST_SLICE.get(generation, 256))}
     if devices not in shapes:
@@ -56,7 +56,9 @@ def environment(machine: Machine, dump: str) -> dict[str, str]:
     flags = [f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_step"]
     if machine.platform == "gpu":
         flags += CUDA_FLAGS
-    tpu = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"} if machine.platform == "tpu" else {}
+    tpu = {}
+    if machine.platform == "tpu":  # no metadata server, and other builds may run beside this one
+        tpu = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0", "XLA_FLAGS": " ".join(flags), **tpu}
 
 
@@ -65,7 +67,8 @@ def missing(machine: Machine) -> str | None:
     if machine.platform == "tpu" and find_spec("libtpu") is None:
         return f"{machine.name} needs libtpu, which is not installed; use pip install 'parallax-train[tpu-aot]'"
     if machine.platform == "gpu" and not any(map(_is_there, CUDA_PLUGINS)):
-        return f"{machine.name} needs jax's CUDA plugin, which is not installed; use pip install 'parallax-train[cuda-aot]'"
+        use = "pip install 'parallax-train[cuda-aot]'"
+        return f"{machine.name} needs jax's CUDA plugin, which is not installed; use {use}"
     return None
 
 

@@ -19,7 +19,7 @@ from parallax.shape import ModelShape
 FRAMEWORKS = ("parallax", "megatron")
 GIB = 2**30
 MFU_FLOPS = "3 x forward: 2 a weight and token, output matrix included, and causal attention; no recomputation"
-HFU_FLOPS = "those of mfu, and what the backward computes again (remat)"
+HFU_FLOPS = "the same, and what the backward computes again (remat)"
 
 
 @dataclass(frozen=True)

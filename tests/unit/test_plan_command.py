@@ -25,7 +25,8 @@ def plan(capsys: pytest.CaptureFixture[str]):
 
     def run(words: str, *more: str) -> tuple[int, str, str]:
         status = main(["plan", *words.split(), *more])
-        return (status, *capsys.readouterr())
+        out, err = capsys.readouterr()
+        return status, out, err
 
     return run
 
