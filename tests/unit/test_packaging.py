@@ -20,6 +20,7 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("train",),
+    ("aot",),
     ("canonical", "summary"),
     ("start",),
     ("program",),
