@@ -92,7 +92,8 @@ def _one_line(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    import parallax.checkpoint_command as checkpoint_command  # here, where Ctrl-C is listened to
+    import parallax.aot.command as compile_command  # here, where Ctrl-C is listened to
+    import parallax.checkpoint_command as checkpoint_command
     import parallax.data.command as tokenize_command
     import parallax.plan.command as plan_command
     import parallax.plan.estimate_command as estimate_command
@@ -132,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     estimate = verbs.add_parser("estimate", help="memory and step time of a run file, by formula")
     estimate_command.add_arguments(estimate)
     estimate.set_defaults(run=lambda args: _print_results(estimate_command.run, args))
+    compiled = verbs.add_parser("compile", help="build the train step with XLA for a pod that is not there")
+    compile_command.add_arguments(compiled)
+    compiled.set_defaults(run=lambda args: _print_results(compile_command.run, args))
     translate = verbs.add_parser("translate", help="turn a Megatron-LM command line into a run file")
     translate_command.add_arguments(translate)
     translate.set_defaults(run=lambda args: _print_results(translate_command.run, args))

@@ -64,11 +64,10 @@ def arguments(program: Program) -> tuple[TrainState, Batch]:
 
 
 def main(request: dict[str, Any]) -> None:
-    """Writes memory.json and program.hlo, and where asked the serialized executable, into the folder of the request."""
+    """Writes memory.json, and where asked the serialized executable, into the folder of the request."""
     folder = Path(request["folder"])
     compiled, seconds = build(resolve(request["run_file"], request["overrides"]))
     memory = compiled.memory_analysis()
-    (folder / "program.hlo").write_text(compiled.as_text())
     if request["save"]:
         (folder / "executable").write_bytes(compiled.runtime_executable().serialize())
     facts = {

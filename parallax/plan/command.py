@@ -30,7 +30,7 @@ from parallax.plan.search import (
     smallest_that_is_fast,
     training_days,
 )
-from parallax.plan.show import console, plan_markdown, plan_view
+from parallax.plan.show import plan_markdown, plan_view, print_view
 
 EXAMPLE = """\
 examples:
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_to_json(found, steps, guide, tokens, model, mesh)))
         return 0
-    console().print(plan_view(found, made, steps, lines, args.top))
+    print_view(plan_view(found, made, steps, lines, args.top))
     for name in filter(None, files):
         print(f"wrote {name}")
     return 0

@@ -15,7 +15,7 @@ from parallax.config import ConfigError, show
 from parallax.plan.estimate import FRAMEWORKS, Job, estimate, to_json
 from parallax.plan.job import read_job
 from parallax.plan.measured import Priced, by_source, price_all, read_rows, score
-from parallax.plan.show import console, estimate_view, measured_view
+from parallax.plan.show import estimate_view, measured_view, print_view
 
 EXAMPLE = """\
 examples:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_json(made)))
     else:
-        console().print(estimate_view(made))
+        print_view(estimate_view(made))
     return DOES_NOT_FIT if made.fits is False else 0
 
 
@@ -83,7 +83,7 @@ def _measured(path: Path, as_json: bool) -> int:
         ]
         print(json.dumps({"sources": {name: vars(s) for name, s in scores.items()}, "rows": rows}))
         return 0
-    console().print(measured_view([(name, *_cells(s)) for name, s in scores.items()]))
+    print_view(measured_view([(name, *_cells(s)) for name, s in scores.items()]))
     print("\nerror: of the predicted step time against the measured one; bias: its mean with its sign")
     print("regret: how much slower the layout predicted fastest is than the measured fastest, over groups of 4 or more")
     for line in assumptions(priced):

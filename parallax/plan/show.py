@@ -133,10 +133,16 @@ def measured_view(rows: Sequence[tuple[str, int, float, float, float, float, int
     return shown
 
 
-def console() -> Console:
-    """For what stdout is now: colours where it is a terminal, lines as long as they are where it is not."""
+def print_view(view: RenderableType) -> None:
+    """To what stdout is now: in colours where it is a terminal, in lines as long as they are where it is not."""
     terminal = sys.stdout.isatty()
-    return Console(file=sys.stdout, highlight=False, width=None if terminal else 160, force_terminal=terminal)
+    console = Console(file=sys.stdout, highlight=False, width=None if terminal else 160, force_terminal=terminal)
+    if terminal:
+        console.print(view)
+        return
+    with console.capture() as capture:
+        console.print(view)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 # Plans
