@@ -58,7 +58,7 @@ def load_machine(choice: MeshChoice) -> Machine:
     if isinstance(table.get("efficiency"), dict):
         table["efficiency"], unreached = build(Efficiency, table["efficiency"], f"{path}: efficiency.")
     machine, problems = build(Machine, table, f"{path}: ")
-    lines = [*problems.values(), *unreached.values()]
+    lines = [line.replace(f"use {path}: ", "use ") for line in (*problems.values(), *unreached.values())]
     lines += [f"{path}: {problem}" for problem in _peak_problems(machine.peak_flops)]
     if machine.peak_flops and machine.efficiency is None and "efficiency" not in table:
         lines.append(f"{path}: [efficiency] is missing; copy that of the nearest machine in meshes/")

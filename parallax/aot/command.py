@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_json(built, predicted)))
     else:
-        print_view(compiled_view(built, predicted))
+        print_view(lambda _: compiled_view(built, predicted))
     if built.peak_bytes <= resolved.machine.hbm_bytes:
         return 0
     print(f"error: {_does_not_fit(predicted, built.peak_bytes)}", file=sys.stderr)

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     assert best is not None
     steps, made = explain(found), estimate(best.job(found.request))
     guide = guide_line(found)
-    lines = [*_days_lines(found, tokens), *_nearest_lines(found), *([guide] if guide else [])]
+    lines = [*_days_lines(found, tokens, days), *_nearest_lines(found), *([guide] if guide else [])]
     files = {
         args.output: lambda: run_file(found.request, best, model, mesh, steps, tokens),
         args.markdown: lambda: plan_markdown(found, made, steps, lines, args.top),
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_to_json(found, steps, guide, tokens, model, mesh)))
         return 0
-    print_view(plan_view(found, made, steps, lines, args.top))
+    print_view(lambda width: plan_view(found, made, steps, lines, args.top, width))
     for name in filter(None, files):
         print(f"wrote {name}")
     return 0
@@ -190,7 +190,7 @@ def _fits_nowhere(found: Found) -> str:
     if more := smallest_that_fits(request):
         fewer = more.request.devices < request.devices
         use = f"use --devices {more.request.devices}, " + (
-            "on which more layouts are legal" if fewer else "the fewest that would do"
+            "on which more layouts are legal" if fewer else "the fewest that would do of the sizes tried"
         )
     return (
         f"{request.shape.name} fits nowhere on {request.devices} x {request.machine.name}: the leanest layout, "
@@ -199,21 +199,24 @@ def _fits_nowhere(found: Found) -> str:
     )
 
 
-def _days_lines(found: Found, tokens: float | None) -> list[str]:
+def _days_lines(found: Found, tokens: float | None, days: float | None) -> list[str]:
+    """How long the tokens take and, where the devices were to be found, on how many."""
+    request = found.request
     if tokens is None:
         return []
-    days = training_days(found, tokens)
-    return [f"{tokens:.3g} tokens take {days:,.1f} days on {found.request.devices:,} devices"]
+    took = training_days(found, tokens)
+    wanted = f", of {days:g} that are there" if days else ""
+    return [f"{request.devices:,} devices: {tokens:.3g} tokens in {took:,.1f} days{wanted}"]
 
 
 def _nearest_lines(found: Found) -> list[str]:
     nearest, best = found.nearest_infeasible(), found.best
     if nearest is None or best is None:
         return []
-    lacks = lacking_gib(found.request, nearest)
-    change = nearest.step_time_s / best.step_time_s - 1
-    word = f"{-change:.1%} faster" if change < 0 else f"and no faster ({change:+.1%})"
-    return [f"nearest that does not fit: {describe(nearest)}, {lacks:.1f} GiB too much, would be {word}"]
+    lacks, change = lacking_gib(found.request, nearest), 1 - nearest.step_time_s / best.step_time_s
+    if change < 0.0005 or lacks > found.request.budget_bytes / GIB / 4:
+        return []
+    return [f"nearest that does not fit: {describe(nearest)}, {lacks:.1f} GiB too much, would be {change:.1%} faster"]
 
 
 def _to_json(

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_json(made)))
     else:
-        print_view(estimate_view(made))
+        print_view(lambda width: estimate_view(made, width))
     return DOES_NOT_FIT if made.fits is False else 0
 
 
@@ -83,7 +83,7 @@ def _measured(path: Path, as_json: bool) -> int:
         ]
         print(json.dumps({"sources": {name: vars(s) for name, s in scores.items()}, "rows": rows}))
         return 0
-    print_view(measured_view([(name, *_cells(s)) for name, s in scores.items()]))
+    print_view(lambda _: measured_view([(name, *_cells(s)) for name, s in scores.items()]))
     print("\nerror: of the predicted step time against the measured one; bias: its mean with its sign")
     print("regret: how much slower the layout predicted fastest is than the measured fastest, over groups of 4 or more")
     for line in assumptions(priced):

@@ -8,19 +8,23 @@ said.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallax.config import Parallel
+from parallax.layout import AXES
 from parallax.plan.estimate import GIB, Estimate, estimate
-from parallax.plan.search import Candidate, Found, Request, lacking_gib
+from parallax.plan.search import NEAR, REMATS, Candidate, Found, Request, lacking_gib, search
 from parallax.plan.sharded import fully_sharded
 from parallax.schedule.simulate import bubble_formula
-from parallax.text import seconds
+from parallax.text import ORDER, seconds
 
 WIDTH_FOR_TENSOR = 4096
 LAYERS_FOR_PIPELINE = 50
 LONG_SEQUENCE = 8192
+PRICES_DECIDE = "the prices say otherwise, and decide"
 NOTABLE = 0.01  # share of the step time by which fully sharded weights must win to be named
 
 Test = Callable[[Candidate], bool]
@@ -39,8 +43,10 @@ def explain(found: Found) -> tuple[Step, ...]:
     """The six steps of a plan that fits."""
     best = found.best
     assert best is not None
-    made = estimate(best.job(found.request))
-    view = _View(found, best, made)
+    request = found.request
+    axes = {axis for axis in ORDER if axis in request.pins}
+    free = search(dataclasses.replace(request, pins={})).best if axes else None
+    view = _View(found, best, estimate(best.job(request)), free)
     middle = [_tensor(view), _pipeline(view), _context(view)]
     if any(kind.experts for kind, _ in found.request.shape.kinds):
         middle.append(_experts(view))
@@ -52,6 +58,8 @@ class _View:
     found: Found
     best: Candidate
     estimate: Estimate
+    free: Candidate | None  # the choice where nothing is fixed; None where nothing is
+    said: set[Candidate] = field(default_factory=set)  # what `flip` has named already
 
     @property
     def request(self) -> Request:
@@ -62,7 +70,9 @@ class _View:
         return self.best.parallel
 
     def share(self, item: str) -> str:
-        return f"{self.estimate.time.items[item] / self.estimate.step_time_s:.1%}" if self.estimate.time else ""
+        assert self.estimate.time is not None
+        share = self.estimate.time.items[item] / self.estimate.step_time_s
+        return f"{share:.1%}" if share >= 0.0005 else "less than 0.1%"
 
     def fastest(self, test: Test) -> Candidate | None:
         return next((c for c in self.found.fitting if test(c)), None)
@@ -72,19 +82,35 @@ class _View:
         return next((c for c in self.found.too_large if test(c)), None)
 
     def slower(self, candidate: Candidate) -> str:
-        """`6 % slower (65.2 s)`."""
+        """`6.0% slower (65.2 s)`."""
         change = candidate.step_time_s / self.best.step_time_s - 1
-        word = "slower" if change >= 0 else "faster"
-        return f"{abs(change):.1%} {word} ({seconds(candidate.step_time_s)})"
+        if abs(change) < 0.0005:
+            return f"as fast ({seconds(candidate.step_time_s)})"
+        return f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} ({seconds(candidate.step_time_s)})"
 
     def instead(self, what: str, test: Test) -> str:
         """What another value would make of the step: its best configuration, or how much the leanest lacks."""
         if other := self.fastest(test):
-            return f"{what}: {self.slower(other)} at best, as {describe(other)}"
+            more = REMATS.index(other.train.remat) > REMATS.index(self.best.train.remat)
+            why = ", as memory makes it compute more again" if more else ""
+            return f"{what}: {self.slower(other)} at best{why}: {describe(other)}"
         if other := self.leanest(test):
             lacks = lacking_gib(self.request, other)
             return f"{what} does not fit: its leanest, {describe(other)}, lacks {lacks:.1f} GiB"
-        return f"{what} is not possible: {_why_not(self.request, what)}"
+        fixed = " with what is fixed" if self.request.pins else ""
+        return f"{what}: no such layout of {self.request.devices} devices is legal for this model and batch{fixed}"
+
+    def fixed(self, axis: str) -> tuple[str, ...] | None:
+        """What to say of an axis that the request fixes, in place of reasons."""
+        if axis not in self.request.pins:
+            return None
+        if self.free is None or getattr(self.free.parallel, axis) == getattr(self.parallel, axis):
+            return ("fixed by the request; the plan would choose it too",)
+        change = self.best.step_time_s / self.free.step_time_s - 1
+        return (
+            f"fixed by the request; with nothing fixed the plan is {describe(self.free)}, "
+            f"{seconds(self.free.step_time_s)}, which this is {change:.1%} behind",
+        )
 
     def flip(self, axis: str) -> Iterator[str]:
         """The smallest change of memory that would decide an axis otherwise."""
@@ -92,34 +118,32 @@ class _View:
         others = (
             c
             for c in self.found.too_large
-            if getattr(c.parallel, axis) != chosen and c.step_time_s < self.best.step_time_s * 0.995
+            if getattr(c.parallel, axis) != chosen and c.step_time_s < self.best.step_time_s * (1 - NEAR)
         )
-        if other := next(others, None):
-            faster = 1 - other.step_time_s / self.best.step_time_s
-            needs = lacking_gib(self.request, other)
-            value = getattr(other.parallel, axis)
-            yield (
-                f"what would change it: with {needs:.1f} GiB more HBM, {axis} {value} would fit and be {faster:.1%} "
-                f"faster ({describe(other)})"
-            )
-        else:
+        other = next(others, None)
+        if other is None:
             yield f"what would change it: no amount of memory; of what was priced, no other {axis} is faster"
+        elif other not in self.said:
+            self.said.add(other)
+            faster = 1 - other.step_time_s / self.best.step_time_s
+            needs, value = lacking_gib(self.request, other), getattr(other.parallel, axis)
+            better = "a better " if self.fastest(lambda c: getattr(c.parallel, axis) == value) else ""
+            left = math.floor(100 * (1 - other.memory_bytes / self.request.machine.hbm_bytes))
+            headroom = f" (or with --headroom {left})" if left >= 0 else ""
+            yield (
+                f"what would change it: with {needs:.1f} GiB more HBM{headroom}, {better}{axis} {value} would fit and "
+                f"be {faster:.1%} faster: {describe(other)}"
+            )
 
 
 def describe(candidate: Candidate) -> str:
-    """`dp2·pp4·tp4, v 2, micro batch 1, remat full`."""
+    """`dp2·pp4·cp2·tp4, v 2, micro batch 1, remat full, all_gather`."""
     p, train = candidate.parallel, candidate.train
-    parts = [
-        "·".join(f"{axis}{n}" for axis in ("dp", "pp", "ep", "cp", "tp") if (n := getattr(p, axis)) > 1) or "one device"
-    ]
-    if p.virtual_stages > 1:
-        parts.append(f"v {p.virtual_stages}")
-    return ", ".join([*parts, f"micro batch {train.micro_batch_size}", f"remat {train.remat}"])
-
-
-def _why_not(request: Request, what: str) -> str:
-    axis, _, value = what.partition(" ")
-    return f"no legal layout of {request.devices} devices has {axis} {value} for this model and batch"
+    sizes = "·".join(f"{axis}{n}" for axis in ORDER if (n := getattr(p, axis)) > 1)
+    chunks = f"v {p.virtual_stages}" if p.virtual_stages > 1 else ""
+    context = p.context if p.cp > 1 else ""
+    parts = [sizes or "one device", chunks, f"micro batch {train.micro_batch_size}", f"remat {train.remat}", context]
+    return ", ".join(filter(None, parts))
 
 
 # The steps
@@ -136,25 +160,24 @@ def _one_device(view: _View) -> Step:
         f"({request.headroom:.0%} headroom)",
     ]
     if states <= budget:
-        return Step("Does it fit on one device?", "yes, its weights and states do", (*reasons, _activations(view)))
+        return Step("Does it fit on one device?", "yes, its weights and states do", (*reasons, _alone(view)))
     least = -(-states // int(budget))
     reasons.append(f"weights and states alone need {least:,} devices, if they were cut evenly")
-    return Step("Does it fit on one device?", "no", tuple(reasons))
+    return Step("Does it fit on one device?", "no", (*reasons, _alone(view)))
 
 
-def _activations(view: _View) -> str:
-    one = view.fastest(lambda c: c.complexity[0] == 0)
-    if one:
-        return f"so that data parallelism alone would do: {view.slower(one)} at best, as {describe(one)}"
-    lean = view.leanest(lambda c: c.complexity[0] == 0)
-    if lean:
-        lacks = lacking_gib(view.request, lean)
-        return f"with activations of a sequence of {view.request.seq_len:,} it lacks {lacks:.1f} GiB"
-    return "the number of devices does not divide the batch, so that data parallelism alone is not legal"
+def _alone(view: _View) -> str:
+    """What data parallelism alone would make of it, which those who know DDP ask first."""
+    if view.request.pins:
+        return "data parallelism alone is not what is fixed" if view.best.complexity[0] else "it is data parallel alone"
+    return view.instead("data parallelism alone, optimizer states sharded", lambda c: c.complexity[0] == 0)
 
 
 def _tensor(view: _View) -> Step:
     request, tp, width = view.request, view.parallel.tp, view.request.shape.width
+    question = "Tensor parallelism, inside a node?"
+    if fixed := view.fixed("tp"):
+        return Step(question, f"tp {tp}", fixed)
     node, platform = request.machine.devices_per_node, request.machine.platform
     reasons = []
     if tp > 1:
@@ -165,39 +188,36 @@ def _tensor(view: _View) -> Step:
     else:
         reasons.append(view.instead(f"tp {2 * tp}", lambda c: c.parallel.tp == 2 * tp))
     rule = f"rule of thumb: worth it from a width of {WIDTH_FOR_TENSOR}, and this model's is {width}"
-    if (width >= WIDTH_FOR_TENSOR) == (tp > 1):
-        reasons.append(rule)
-    elif tp > 1:
-        reasons.append(f"{rule}: rule and prices disagree, since without it something else must give")
-    else:
-        reasons.append(f"{rule}: the rule would allow it, the prices find that it is not needed")
-    return Step(
-        "Tensor parallelism, inside a node?", f"tp {tp}" if tp > 1 else "no: tp 1", (*reasons, *view.flip("tp"))
-    )
+    reasons.append(rule if (width >= WIDTH_FOR_TENSOR) == (tp > 1) else f"{rule}; {PRICES_DECIDE}")
+    return Step(question, f"tp {tp}" if tp > 1 else "no: tp 1", (*reasons, *view.flip("tp")))
 
 
 def _pipeline(view: _View) -> Step:
     p, layers = view.parallel, len(view.request.shape.layers)
     pp, v, m = p.pp, p.virtual_stages, view.estimate.job.microbatches
     reasons = []
-    if pp == 1:
-        reasons.append("it fits without: a pipeline would add a bubble")
+    fixed = view.fixed("pp")
+    if fixed:
+        reasons += fixed
+    elif pp == 1:
+        reasons.append("it fits without")
         reasons.append(view.instead("pp 2", lambda c: c.parallel.pp == 2))
     else:
         without = view.fastest(lambda c: c.parallel.pp == 1)
         reasons.append(view.instead("pp 1", lambda c: c.parallel.pp == 1))
         if without:
-            reasons.append("the guide takes a pipeline only where nothing else fits: rule and prices disagree")
+            reasons.append(f"rule of thumb: only where nothing else fits; {PRICES_DECIDE}")
         if pp > 2:
             smaller = max(d for d in range(1, pp) if pp % d == 0)
             reasons.append(view.instead(f"pp {smaller}", lambda c: c.parallel.pp == smaller))
+    if pp > 1:
         bubble = float(bubble_formula("interleaved", pp, v, m))
         text = f"bubble (p-1)/(v·m) = {pp - 1}/({v}·{m}) = {bubble:.1%} of the useful time"
         if v > 1:
             plain = float(bubble_formula("1f1b", pp, 1, m))
             text += f"; without interleaving it would be {plain:.1%}"
         reasons.append(text)
-        if v > 1:
+        if v > 1 and "virtual_stages" not in view.request.pins:
             reasons.append(view.instead("v 1", lambda c: c.sizes == view.best.sizes and c.parallel.virtual_stages == 1))
         padding = -(-layers // (pp * v)) * pp * v - layers
         per_stage = f"{layers} layers in {pp * v} stages"
@@ -206,13 +226,15 @@ def _pipeline(view: _View) -> Step:
     if (layers >= LAYERS_FOR_PIPELINE) == (pp > 1):
         reasons.append(rule)
     else:
-        reasons.append(f"{rule}: rule and prices disagree")
+        reasons.append(f"{rule}; {PRICES_DECIDE}")
     answer = f"pp {pp}" + (f", interleaved with {v} chunks a rank" if v > 1 else "") if pp > 1 else "no: pp 1"
-    return Step("A pipeline?", answer, (*reasons, *view.flip("pp")))
+    return Step("A pipeline?", answer, (*reasons, *(() if fixed else view.flip("pp"))))
 
 
 def _context(view: _View) -> Step:
     cp, seq_len = view.parallel.cp, view.request.seq_len
+    if fixed := view.fixed("cp"):
+        return Step("Context parallelism?", f"cp {cp}", fixed)
     reasons = []
     if cp > 1:
         how = "passed around a ring" if view.parallel.context == "ring" else "gathered"
@@ -223,12 +245,14 @@ def _context(view: _View) -> Step:
     if (seq_len >= LONG_SEQUENCE) == (cp > 1):
         reasons.append(rule)
     else:
-        reasons.append(f"{rule}: rule and prices disagree")
+        reasons.append(f"{rule}; {PRICES_DECIDE}")
     return Step("Context parallelism?", f"cp {cp}" if cp > 1 else "no: cp 1", (*reasons, *view.flip("cp")))
 
 
 def _experts(view: _View) -> Step:
     ep, kinds = view.parallel.ep, [kind for kind, _ in view.request.shape.kinds if kind.experts]
+    if fixed := view.fixed("ep"):
+        return Step("Expert parallelism?", f"ep {ep}", fixed)
     reasons = [
         f"{kinds[0].experts} experts, {kinds[0].experts_per_token} a token; ep divides them and splits the batch"
     ]
@@ -251,20 +275,31 @@ def _data(view: _View) -> Step:
             f"{6 + 12 / replicas:.2f} bytes a parameter instead of 18"
         )
         reasons.append(f"reducing gradients and gathering weights, once a step, is {view.share('dp')} of it")
-    sharded = fully_sharded(view.request) if view.request.devices > 1 else None
-    if sharded and sharded.step_time_s < view.best.step_time_s * (1 - NOTABLE):
-        gain = 1 - sharded.step_time_s / view.best.step_time_s
+    reasons += _places(view)
+    if view.request.devices > 1 and not view.request.pins and (sharded := fully_sharded(view.request)):
+        hidden, exposed = (t / view.best.step_time_s - 1 for t in (sharded.step_time_s, sharded.exposed_step_time_s))
         axes = "·".join(f"{a}{n}" for a, n in (("dp", sharded.dp), ("cp", sharded.cp), ("tp", sharded.tp)) if n > 1)
+        changes = "would change the choice" if hidden < -NOTABLE else "would not change it"
+        memory = f"remat {sharded.remat}, {sharded.memory_bytes / GIB:.1f} GiB"
         reasons.append(
-            f"fully sharded weights (ZeRO-3, not built yet) would change the choice: {axes} without a pipeline, micro "
-            f"batch {sharded.micro_batch_size}, remat {sharded.remat}, {sharded.memory_bytes / GIB:.1f} GiB, "
-            f"{gain:.1%} faster"
+            f"fully sharded weights (ZeRO-3, not built yet) {changes}: {axes} without a pipeline, micro batch "
+            f"{sharded.micro_batch_size}, {memory}: {hidden:+.1%} in time if all its gathers hide behind products that "
+            f"can hide them, {exposed:+.1%} if, as in this plan, none do"
         )
-    elif sharded:
-        slower = sharded.step_time_s / view.best.step_time_s - 1
-        word = f"{slower:.1%} slower" if slower > 0 else f"only {-slower:.1%} faster"
-        reasons.append(f"fully sharded weights (ZeRO-3, not built yet) would not change it: {word} at best")
     return Step("What is left for data parallelism?", f"dp {p.dp}", tuple(reasons))
+
+
+def _places(view: _View) -> Iterator[str]:
+    """Which axes stay inside a node."""
+    node, stride = view.request.machine.devices_per_node, 1
+    inside, across = [], []
+    for axis in reversed(AXES):
+        size = getattr(view.parallel, axis)
+        stride *= size
+        if size > 1:
+            (inside if stride <= node else across).append(f"{axis} {size}")
+    if view.request.machine.platform == "gpu" and across:
+        yield f"inside a node of {node}: {', '.join(inside) or 'none'}; over the network: {', '.join(across)}"
 
 
 def _batch(view: _View) -> Step:

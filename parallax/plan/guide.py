@@ -29,7 +29,7 @@ def guide_pins(request: Request) -> dict[str, int] | None:
 
 
 def guide_line(found: Found) -> str | None:
-    """What the guide's own layout costs, or why it is refused."""
+    """What NVIDIA's guide's own layout costs, or why it is refused."""
     request = found.request
     pins = guide_pins(request)
     if pins is None or found.best is None or request.pins:
@@ -38,18 +38,17 @@ def guide_line(found: Found) -> str | None:
     need = pins["tp"] * pins["pp"] * pins["cp"] * pins["ep"]
     if request.devices % need:
         product = " x ".join(str(n) for n in pins.values() if n > 1)
-        return f"the guide's {named} is refused: {product} = {need} does not divide {request.devices:,} devices"
+        return f"NVIDIA's guide, {named} is refused: {product} = {need} does not divide {request.devices:,} devices"
     theirs = search(dataclasses.replace(request, pins=pins))
     if best := theirs.best:
+        if best.sizes == found.best.sizes:
+            return f"NVIDIA's guide has this layout too: {named}"
         change = best.step_time_s / found.best.step_time_s - 1
         word = "slower" if change >= 0 else "faster"
-        memory = f"{best.memory_bytes / GIB:.1f} GiB"
-        return (
-            f"the guide's {named}: {seconds(best.step_time_s)}, {abs(change):.1%} {word}, {memory}, as {describe(best)}"
-        )
+        cost = f"{seconds(best.step_time_s)}, {abs(change):.1%} {word}, {best.memory_bytes / GIB:.1f} GiB"
+        return f"NVIDIA's guide, {named}: {cost}, as {describe(best)}"
     if theirs.too_large:
         lean = theirs.too_large[0]
-        return (
-            f"the guide's {named} is refused: its leanest, {describe(lean)}, lacks {lacking_gib(request, lean):.1f} GiB"
-        )
-    return f"the guide's {named} is refused: no such layout is legal for this batch and sequence"
+        lacks = f"lacks {lacking_gib(request, lean):.1f} GiB"
+        return f"NVIDIA's guide, {named} is refused: its leanest, {describe(lean)}, {lacks}"
+    return f"NVIDIA's guide, {named} is refused: no such layout is legal for this batch and sequence"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -259,6 +259,14 @@ def divisors(n: int) -> list[int]:
 # The other way round
 
 
+def between(machine: Machine, failed: int, done: int, most: int = 15) -> list[int]:
+    """Whole nodes between two numbers of devices, evenly, at most so many."""
+    node = machine.devices_per_node
+    counts = range(-(-(failed + 1) // node) * node, done, node) if done > node else range(failed + 1, done)
+    step = -(-len(counts) // most) if counts else 1
+    return [*counts[::step]]
+
+
 def device_counts(machine: Machine, least: int = 1, most: int = 32_768) -> Iterator[int]:
     """Parts of a node, then nodes by steps of at most a half: 1, 2, 3, 4, 6, 8, 12, ..."""
     node = machine.devices_per_node
@@ -272,23 +280,27 @@ def device_counts(machine: Machine, least: int = 1, most: int = 32_768) -> Itera
 
 
 def smallest_that_fits(request: Request, most: int = 32_768) -> Found | None:
-    """The fewest devices of `device_counts` on which some layout fits."""
+    """The fewest devices on which some layout fits, of `device_counts` and of what lies between the last two tried."""
     states = 6 * request.shape.parameters / request.budget_bytes  # weights and gradients are never shared by dp
-    for count in device_counts(request.machine, max(1, math.floor(states)), most):
-        found = search(dataclasses.replace(request, devices=count))
-        if found.fitting:
-            return found
-    return None
+    return _smallest(request, math.floor(states), most, lambda found: bool(found.fitting))
 
 
 def smallest_that_is_fast(request: Request, tokens: float, days: float, most: int = 32_768) -> Found | None:
-    """The fewest devices that train on so many tokens in so many days."""
+    """The fewest devices that train on so many tokens in so many days, likewise."""
     flops = tokens * request.shape.train_flops_per_token(request.seq_len)
     least = flops / (days * 86_400 * request.machine.peak_flops[request.precision])
-    for count in device_counts(request.machine, max(1, math.floor(least)), most):
-        found = search(dataclasses.replace(request, devices=count))
-        if found.best and training_days(found, tokens) <= days:
-            return found
+    enough = lambda found: found.best is not None and training_days(found, tokens) <= days
+    return _smallest(request, math.floor(least), most, enough)
+
+
+def _smallest(request: Request, least: int, most: int, enough: Callable[[Found], bool]) -> Found | None:
+    try_on = lambda count: search(dataclasses.replace(request, devices=count))
+    failed = max(0, least - 1)
+    for count in device_counts(request.machine, max(1, least), most):
+        if enough(found := try_on(count)):
+            smaller = (try_on(n) for n in between(request.machine, failed, count))
+            return next(filter(enough, smaller), found)
+        failed = count
     return None
 
 

@@ -15,7 +15,8 @@ from parallax.plan.step import device_sizes, local_elements, own_step, work_of
 
 @dataclass(frozen=True)
 class Sharded:
-    """The fastest layout without a pipeline whose weights, gradients and states are all shared by the replicas."""
+    """The fastest layout without a pipeline whose weights, gradients and states are all shared by the replicas.
+    `exposed_step_time_s` is its time where nothing of its gathers and scatters hides."""
 
     dp: int
     cp: int
@@ -24,6 +25,7 @@ class Sharded:
     remat: str
     memory_bytes: float
     step_time_s: float
+    exposed_step_time_s: float
 
 
 def fully_sharded(request: Request) -> Sharded | None:
@@ -52,7 +54,7 @@ def fully_sharded(request: Request) -> Sharded | None:
                 if memory > request.budget_bytes:
                     continue
                 work = work_of(parallel, train, shape.width)
-                exposed = 0.0
+                exposed, layers = 0.0, len(shape.layers)
                 for kind, count in shape.kinds:
                     time, kernel_s = times(kind, sizes, work), costs.efficiency.kernel_s
                     backward = time.backward.seconds(kernel_s) + time.again.seconds(kernel_s)
@@ -60,8 +62,9 @@ def fully_sharded(request: Request) -> Sharded | None:
                     exposed += count * sum(hides)
                 step = own_step(times, shape, parallel, train)
                 m = request.global_batch_size // (parallel.dp * micro)
-                total = step.total - step.items["dp"] + m * exposed
+                work_s = step.total - step.items["dp"]
+                total, slowest = work_s + m * exposed, work_s + m * layers * (2 * gather + scatter)
                 if best is None or total < best.step_time_s:
-                    best = Sharded(parallel.dp, parallel.cp, parallel.tp, micro, remat, memory, total)
+                    best = Sharded(parallel.dp, parallel.cp, parallel.tp, micro, remat, memory, total, slowest)
                 break
     return best

@@ -42,7 +42,7 @@ def test_the_seventy_billion_on_sixty_four(plan):
     assert "rule of thumb: worth it from a width of 4096" in out and "from about 50 layers" in out
     assert "what would change it: with" in out and "GiB more HBM" in out
     assert "bubble (p-1)/(v·m)" in out and "ZeRO-3, not built yet" in out
-    assert "the guide's TP4·PP4·CP2: " in out and "nearest that does not fit: " in out
+    assert "NVIDIA's guide, TP4·PP4·CP2: " in out and "nearest that does not fit: " in out
 
 
 def test_json(plan):
@@ -115,7 +115,9 @@ def test_pins_and_overrides(plan):
 
 def test_the_guides_own_layout_or_why_not(plan):
     words = "--model deepseek-v3 --devices 1024 --seq-len 4096 --global-batch-size 512"
-    assert "the guide's TP2·PP16·EP64 is refused: 2 x 16 x 64 = 2048 does not divide 1,024 devices" in plan(words)[1]
+    assert (
+        "NVIDIA's guide, TP2·PP16·EP64 is refused: 2 x 16 x 64 = 2048 does not divide 1,024 devices" in plan(words)[1]
+    )
 
 
 @pytest.mark.parametrize(
