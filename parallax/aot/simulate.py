@@ -20,8 +20,8 @@ from parallax.machine import Machine
 @dataclass(frozen=True)
 class Simulation:
     """`time_s` adds up to the step: by kind of work (matmul, attention, memory; kernels is their start and tail), and
-    by axes of collectives ("tp", "pp+tp") what the compute waits for; idle is what runs on when the compute is done.
-    `communication_s` is all of the collectives' time by axes, hidden or not."""
+    by axes of collectives ("tp", "pp+tp") what the compute waits for. `communication_s` is all of the collectives' time
+    by axes, hidden or not."""
 
     step_time_s: float
     mfu: float | None
@@ -51,7 +51,6 @@ def simulate(
             time_s["kernels"] += times * event.work.kernel_s
             if event.work.unknown:
                 unknown[event.work.unknown] += 1
-    time_s["idle"] = max(0.0, line.step_time_s - sum(time_s.values()))
     notes = [
         f"{target}, a custom call ({count} in the program), is not known: counted by its bytes"
         for target, count in unknown.items()

@@ -11,7 +11,7 @@ from functools import cached_property
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^  (ROOT )?%?([\w.\-]+) = ")
 _OP = re.compile(r" ([\w\-]+)\(")
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{[^{}]*?(?:S\((\d+)\))?[^{}]*\})?")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{[^{}]*?(?:S\((\d+)\)[^{}]*)?\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply|called_computations|branch_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
