@@ -110,9 +110,8 @@ class Roofline:
 
     def collective_s(self, one: Collective) -> float:
         """Time at the mesh file's bandwidth (see `parallax.plan.costs`)."""
-        inside = self.inside(one)
         if one.kind == "collective-permute":
-            return self.usual.send(one.bytes, inside)
+            return self.usual.send(one.bytes, in_one_node(one, self.machine))
         ranks = len(one.groups[0])
         node = self.machine.devices_per_node
         together = max(np.bincount(np.array(group) // node).max() for group in one.groups)
@@ -122,11 +121,6 @@ class Roofline:
         if one.kind == "all-reduce":
             return self.usual.all_reduce(one.bytes, ranks, stride)
         return self.usual.gather(one.bytes * (ranks if one.kind == "reduce-scatter" else 1), ranks, stride)
-
-    def inside(self, one: Collective) -> bool:
-        """Whether all its groups stay in one node."""
-        node = self.machine.devices_per_node
-        return all(len({member // node for member in group}) == 1 for group in one.groups)
 
     def read(self, computation: Computation, user: Instruction, place: int) -> int:
         """What an instruction reads of one of its operands, by the place of that."""
@@ -217,6 +211,12 @@ class Roofline:
             inner = self.program.computations[root.called[0]]
             return sum(self._written(inner, i) for i in _roots(inner, inner.root))
         return self._size(root.arrays)
+
+
+def in_one_node(one: Collective, machine: Machine) -> bool:
+    """Whether all groups of a collective stay in one node: devices are numbered node after node."""
+    node = machine.devices_per_node
+    return all(len({member // node for member in group}) == 1 for group in one.groups)
 
 
 def _arrays(computation: Computation, name: str) -> tuple[Array, ...]:

@@ -7,7 +7,8 @@ on-chip memory, and the gathers of its sparse cores, by the bytes of their resul
 one that the compiler marks as synchronous, holds up the compute stream.
 
 A loop's body is walked once, with streams that are free when it begins, and counts as often as it turns. What was
-started before a loop runs on beside it. Every rank runs the same program, so that one stands for all: no rank waits for
+started before a loop runs on beside it. Of a conditional the longest branch counts in the step, and every branch has its
+events. Every rank runs the same program, so that one stands for all: no rank waits for
 another longer than the collectives take.
 """
 
@@ -42,15 +43,13 @@ class Timeline:
     step_time_s: float
     events: list[Event]
     unknown_loops: tuple[str, ...]  # neither the text nor the table says how often they turn: once was taken
-    inside: Mapping[str, bool]  # of each collective, by its instruction: whether its groups stay in a node
 
 
 def timeline(text: str, mesh: Mapping[str, int], machine: Machine, turns: Turns) -> Timeline:
     """Of a step of the program in `text`, compiled for a mesh of these axis sizes, slowest axis first."""
     walk = _Walk(Program(text), mesh, machine, turns)
     step_time_s = walk.computation(walk.program.entry, Fraction(1), ())
-    inside = {e.collective.instruction: walk.roofline.inside(e.collective) for e in walk.events if e.collective}
-    return Timeline(step_time_s, walk.events, tuple(walk.unknown_loops), inside)
+    return Timeline(step_time_s, walk.events, tuple(walk.unknown_loops))
 
 
 @dataclass
@@ -74,7 +73,7 @@ class _Walk:
         computation, clock = self.program.computations[name], _Clock()
         for instruction in computation.instructions:
             self._instruction(computation, instruction, clock, turns, loops)
-        return clock.now  # each start's done comes in the same computation
+        return clock.now  # of each start, the done comes in the same computation
 
     def _instruction(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from parallax.aot.roofline import in_one_node
 from parallax.aot.timeline import Event, timeline
 from parallax.aot.turns import Turns
 from parallax.machine import Machine
@@ -32,11 +33,10 @@ class Traffic:
 def traffic(text: str, mesh: Mapping[str, int], machine: Machine, turns: Turns) -> list[Traffic]:
     """Of a scheduled program's text, for a mesh of these axis sizes, slowest axis first; in mesh order of axes, largest
     first."""
-    line = timeline(text, mesh, machine, turns)
     rows: dict[tuple[tuple[str, ...], str, bool], list[Event]] = {}
-    for event in line.events:
+    for event in timeline(text, mesh, machine, turns).events:
         if one := event.collective:
-            rows.setdefault((one.axes, one.kind, line.inside[one.instruction]), []).append(event)
+            rows.setdefault((one.axes, one.kind, in_one_node(one, machine)), []).append(event)
     order = list(mesh)
     table = [_row(*key, events) for key, events in rows.items()]
     return sorted(table, key=lambda row: ([order.index(axis) for axis in row.axes], -row.bytes, row.kind))

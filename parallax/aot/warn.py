@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from parallax.aot.roofline import Roofline
+from parallax.aot.roofline import Roofline, in_one_node
 from parallax.aot.timeline import Event, timeline
 from parallax.aot.turns import Turns
 from parallax.hlo import Array, Collective, Instruction, Program
@@ -42,7 +42,7 @@ def warnings(
         computation = places[one.instruction]
         start = computation.by_name[one.instruction]
         result = computation.done(start) or start
-        lines += _misplaced(event, one, machine, roofline)
+        lines += _misplaced(event, one, machine)
         if one.kind == "all-reduce" and one.bytes > SMALL and _only_sliced(roofline, computation, result):
             lines.append(f"{_named(event, one)}: every use takes a slice of it; a reduce-scatter would move half")
         if one.kind == "all-gather" and one.bytes > SMALL and _scattered_into(roofline, computation, result):
@@ -66,7 +66,7 @@ def _rematerialised(log: str) -> Iterator[str]:
         yield f"{what}: involuntary rematerialisation, the partitioner makes it whole on every device to reshard it"
 
 
-def _misplaced(event: Event, one: Collective, machine: Machine, roofline: Roofline) -> Iterator[str]:
+def _misplaced(event: Event, one: Collective, machine: Machine) -> Iterator[str]:
     """A collective over axes, or in a place, where none should be."""
     if one.bytes <= SMALL:
         return
@@ -77,7 +77,7 @@ def _misplaced(event: Event, one: Collective, machine: Machine, roofline: Roofli
     if in_ticks and "dp" in axes:
         yield f"{_named(event, one)}: runs in every tick; gradients and weights should cross dp once a step"
     slower = machine.link_across_bytes_per_s < machine.link_inside_bytes_per_s
-    if "tp" in axes and "pp" not in axes and slower and not roofline.inside(one):
+    if "tp" in axes and "pp" not in axes and slower and not in_one_node(one, machine):
         node = machine.devices_per_node
         yield f"{_named(event, one)}: crosses nodes of {node} devices; keep tp inside a node"
 
