@@ -7,9 +7,9 @@ on-chip memory, and the gathers of its sparse cores, by the bytes of their resul
 one that the compiler marks as synchronous, holds up the compute stream.
 
 A loop's body is walked once, with streams that are free when it begins, and counts as often as it turns. What was
-started before a loop runs on beside it. Of a conditional the longest branch counts in the step, and every branch has its
-events. Every rank runs the same program, so that one stands for all: no rank waits for
-another longer than the collectives take.
+started before a loop runs on beside it. Of a conditional the longest branch counts in the step, and every branch has
+its events. Every rank runs the same program, so that one stands for all: no rank waits for another longer than the
+collectives take.
 """
 
 from __future__ import annotations
