@@ -16,7 +16,7 @@ from parallax.hlo import Array, Collective, Instruction, Program
 from parallax.hlo.program import Computation
 from parallax.machine import Machine
 
-SMALL = 1024  # bytes: scalars (loss, norm) may cross any axes
+SMALL = 1 << 16  # bytes: scalars (loss, norm) may cross any axes, and of norm weights the latency counts
 _GRADIENTS = {"dp", "ep", "cp"}  # replicas: gradients are summed over them
 _USUAL = ({"tp"}, {"pp"}, {"pp", "tp"})  # a layer, the pipeline, the vocabulary
 _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization.*?(?:operation:?\s+%?([\w.\-]+)|$)", re.MULTILINE)
