@@ -132,6 +132,7 @@ def test_a_program_built_here():
 
     mapped = jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P(None, "tp"), check_vma=False)
     text = jax.jit(mapped).lower(jax.ShapeDtypeStruct((32,), jnp.float32)).compile().as_text()
+    assert text
     found = collectives(text, {"dp": 2, "tp": 4})
     assert [brief(one) for one in found] == [
         ("all-reduce", ("dp",), 8 * 4, 5),
