@@ -107,7 +107,8 @@ class _Rank:
         state = self._begin()
         for run in self.table.runs:
             tick = lambda state, cell, run=run: (self._tick(run, state, Row(*cell)), None)
-            state, _ = lax.scan(tick, state, cells[run.start : run.stop])
+            with jax.named_scope(f"ticks{run.start}"):  # the names are for parallax.aot, which reads them in the text
+                state, _ = lax.scan(tick, state, cells[run.start : run.stop])
         return self._end(state)
 
     def _begin(self) -> State:
@@ -167,11 +168,13 @@ class _Rank:
         activations = _put(state.activations, state.activation, row.f_put)
         tokens_BS = _at(self.tokens_MBS, row.embed_microbatch)
         embed = lambda _: between_layers(self.model.embed(self.outer["embed"], tokens_BS, self.positions_S))
-        embedded_BSD = _when(row.embed_valid, embed, self.zero_BSD)
+        with jax.named_scope("embed"):
+            embedded_BSD = _when(row.embed_valid, embed, self.zero_BSD)
         x_BSD = jnp.where(row.f_first, embedded_BSD, _at(activations, row.f_get))
         context = self._context_of(row.f_microbatch)
         forward = lambda carry: self._forward(carry, row.f_chunk, row.f_slot, context)
-        y_BSD, stash = self._unless_idle(row.f_valid, forward, (x_BSD, state.stash))
+        with jax.named_scope("forward"):
+            y_BSD, stash = self._unless_idle(row.f_valid, forward, (x_BSD, state.stash))
         state = state._replace(activation=ring_shift(y_BSD, "pp", +1), activations=activations, stash=stash)
         return state, y_BSD
 
@@ -189,9 +192,10 @@ class _Rank:
             loss_gradients = _put(loss_gradients, between_layers(dx_BSD), row.loss_put)
             return loss + value, _add(gradients, d_outer), loss_gradients
 
-        loss, gradients, loss_gradients = _when(
-            row.loss_valid, add_loss, (state.loss, state.outer_gradients, state.loss_gradients)
-        )
+        with jax.named_scope("loss"):
+            loss, gradients, loss_gradients = _when(
+                row.loss_valid, add_loss, (state.loss, state.outer_gradients, state.loss_gradients)
+            )
         return state._replace(loss=loss, outer_gradients=gradients, loss_gradients=loss_gradients)
 
     def _backward_phase(self, state: State, row: Row[jax.Array]) -> State:
@@ -200,7 +204,8 @@ class _Rank:
         dy_BSD = between_layers(jnp.where(row.b_valid, dy_BSD, 0))
         context = self._context_of(row.b_microbatch)
         backward = lambda carry: self._backward(carry, state.stash, row.b_chunk, row.b_slot, context)
-        dx_BSD, gradients = self._unless_idle(row.b_valid, backward, (dy_BSD, state.block_gradients))
+        with jax.named_scope("backward"):
+            dx_BSD, gradients = self._unless_idle(row.b_valid, backward, (dy_BSD, state.block_gradients))
 
         def add_embedding(outer):
             tokens_BS = _at(self.tokens_MBS, row.embed_grad_microbatch)
@@ -208,7 +213,8 @@ class _Rank:
             (d_embed,) = jax.vjp(embed, self.outer["embed"])[1](self._from_rank(0, dx_BSD))
             return outer | {"embed": _add(outer["embed"], d_embed)}
 
-        outer = _when(row.embed_grad_valid, add_embedding, state.outer_gradients)
+        with jax.named_scope("embed_gradient"):
+            outer = _when(row.embed_grad_valid, add_embedding, state.outer_gradients)
         return state._replace(gradient=dx_BSD, block_gradients=gradients, outer_gradients=outer)
 
     # one chunk of layers

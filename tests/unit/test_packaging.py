@@ -41,6 +41,7 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
+    *("aot.simulate", "aot.traffic", "aot.warn"),
     *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "layout"),
     *("machine", "output", "plan", "plan.command", "plan.estimate_command", "rules", "schedule", "shape", "signals"),
     *("stages", "text", "translate", "validate", "version"),
