@@ -7,10 +7,10 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-from parallax.aot.builder import BuildError, Built, build
-from parallax.aot.show import compiled_view
+from parallax.aot.builder import BuildError, build
+from parallax.aot.report import read, to_json
+from parallax.aot.show import report_view
 from parallax.aot.target import missing, topology_name
 from parallax.config import ConfigError, show, suggest
 from parallax.machine import machine_names
@@ -60,11 +60,12 @@ def run(args: argparse.Namespace) -> int:
         return FAILED
     if args.hlo:
         write_whole(Path(args.hlo), built.program)
+    report = read(built, predicted)
     if args.json:
-        print(json.dumps(to_json(built, predicted)))
+        print(json.dumps(to_json(report)))
     else:
-        print_view(lambda _: compiled_view(built, predicted))
-    if built.peak_bytes <= resolved.machine.hbm_bytes:
+        print_view(lambda _: report_view(report))
+    if report.fits:
         return 0
     print(f"error: {_does_not_fit(predicted, built.peak_bytes)}", file=sys.stderr)
     return FAILED
@@ -114,26 +115,3 @@ def _does_not_fit(predicted: Estimate, needs_bytes: float) -> str:
 
 def _sizes(job: Job) -> dict[str, int]:
     return {axis: getattr(job.parallel, axis) for axis in ("dp", "pp", "ep", "cp", "tp")}
-
-
-def to_json(built: Built, predicted: Estimate) -> dict[str, Any]:
-    """What `--json` prints: memory in GiB of one device."""
-    return {
-        "compile_s": built.compile_s,
-        "memory_gib": {
-            "arguments": built.arguments_bytes / GIB,
-            "outputs": built.outputs_bytes / GIB,
-            "temporaries": built.temporaries_bytes / GIB,
-            "peak": built.peak_bytes / GIB,
-        },
-        "hbm_gib": predicted.job.machine.hbm_bytes / GIB,
-        "fits": built.peak_bytes <= predicted.job.machine.hbm_bytes,
-        "estimate_gib": {
-            **{name: size / GIB for name, size in predicted.stages[0].items()},
-            "total": predicted.peak_bytes / GIB,
-        },
-        "buffers": [
-            {"gib": b.size_bytes / GIB, "shape": b.shape, "name": b.name, "what": b.what, "source": b.source}
-            for b in built.buffers
-        ],
-    }

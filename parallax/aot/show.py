@@ -7,24 +7,34 @@ from rich.table import Table
 from rich.text import Text
 
 from parallax.aot.builder import Built
+from parallax.aot.report import Report
 from parallax.plan.estimate import GIB, Estimate
-from parallax.plan.show import gib, table
-from parallax.text import layout, seconds
+from parallax.plan.show import bar, gib, table
+from parallax.text import layout, seconds, size
 
+_KINDS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound ops",
+    "kernels": "kernel launches",
+}
 ARGUMENTS = ("weights", "masters", "moments")
 
 
-def compiled_view(built: Built, predicted: Estimate) -> RenderableType:
-    """Head line, memory against HBM and beside the estimate, the largest buffers."""
-    job, machine = predicted.job, predicted.job.machine
+def report_view(report: Report) -> RenderableType:
+    """Head line; memory against HBM and beside the estimate; largest buffers; traffic; the simulated step; warnings."""
+    built, predicted = report.built, report.predicted
+    job, machine, train = predicted.job, predicted.job.machine, predicted.job.train
     title = f"{job.shape.name} for {job.devices:,} x {machine.name}, built in {seconds(built.compile_s)}\n"
     head = Text(title, style="bold")
     head.append(f"{layout(job.parallel) or 'one device'}; {job.microbatches} microbatches of ", "")
-    head.append(
-        f"{job.train.micro_batch_size} x {job.train.seq_len}, {job.train.precision}, remat {job.train.remat}", ""
-    )
-    verdict = _verdict(built, machine.hbm_bytes, machine.name)
-    return Group(head, verdict, Text(), _memory(built, predicted), Text(), _buffers(built))
+    head.append(f"{train.micro_batch_size} x {train.seq_len}, {train.precision}, remat {train.remat}", "")
+    parts = [head, _verdict(built, machine.hbm_bytes, machine.name), _memory(built, predicted), _buffers(built)]
+    parts += [_traffic(report), _simulated(report), *(Text(f"warning: {line}", "yellow") for line in report.warnings)]
+    spaced: list[RenderableType] = []
+    for i, part in enumerate(parts):
+        spaced += [part] if i < 2 or (isinstance(part, Text) and i > 6) else [Text(), part]
+    return Group(*spaced)
 
 
 def _verdict(built: Built, hbm: int, name: str) -> Text:
@@ -60,3 +70,30 @@ def _buffers(built: Built) -> Table:
         name = buffer.name if buffer.what != "temporary" else "temporary"
         shown.add_row(buffer.shape, f"{buffer.size_bytes / GIB:.2f}", name, buffer.source)
     return shown
+
+
+def _traffic(report: Report) -> RenderableType:
+    shown = table("over", "kind", "", "a step", "moved", "exposed", "s", left=(0, 1, 2))
+    for row in report.traffic:
+        exposed = f"{row.exposed_bytes / row.bytes:.0%}" if row.bytes else ""
+        place = "in a node" if row.inside else "network"
+        cells = [f"{row.count:,}", size(row.bytes), exposed, seconds(row.time_s, unit=False)]
+        shown.add_row("·".join(row.axes), row.kind, place, *cells)
+    return shown if shown.row_count else Text("no communication")
+
+
+def _simulated(report: Report) -> RenderableType:
+    """The scheduled program walked in order: what each kind of work takes, and what waits."""
+    simulation, predicted = report.simulation, report.predicted
+    mfu = f", MFU {simulation.mfu:.1%}" if simulation.mfu is not None else ""
+    title = f"simulated step {seconds(simulation.step_time_s)}{mfu}"
+    if predicted.time is not None:
+        title += f"; estimated {seconds(predicted.step_time_s)}, {predicted.mfu:.1%}"
+    shown = table(title, "s", "share", "", left=(0, 3))
+    most = max(simulation.time_s.values(), default=1.0)
+    for name, s in sorted(simulation.time_s.items(), key=lambda item: -item[1]):
+        if s >= 0.0005 * simulation.step_time_s:
+            label = _KINDS.get(name, f"waiting for {name}")
+            shown.add_row(label, seconds(s, False), f"{s / simulation.step_time_s:.1%}", bar(s / most))
+    notes = [Text(f"note: {note}") for note in simulation.notes]
+    return Group(shown, *notes)
