@@ -60,6 +60,8 @@ def build(run_file: str, overrides: Sequence[str], machine: Machine, save: str |
         text = log.read_text(errors="replace")
         if status:
             raise _failure(status, text)
+        if not (folder / "memory.json").exists():
+            raise BuildError("the compiler left no memory.json")
         facts = json.loads((folder / "memory.json").read_text())
         program = _dumped(dump, "after_optimizations.txt")
         if save:

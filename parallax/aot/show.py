@@ -89,11 +89,11 @@ def _simulated(report: Report) -> RenderableType:
     title = f"simulated step {seconds(simulation.step_time_s)}{mfu}"
     if predicted.time is not None:
         title += f"; estimated {seconds(predicted.step_time_s)}, {predicted.mfu:.1%}"
-    shown = table(title, "s", "share", "", left=(0, 3))
+    shown = table("of which", "s", "share", "", left=(0, 3))
     most = max(simulation.time_s.values(), default=1.0)
     for name, s in sorted(simulation.time_s.items(), key=lambda item: -item[1]):
         if s >= 0.0005 * simulation.step_time_s:
             label = _KINDS.get(name, f"waiting for {name}")
             shown.add_row(label, seconds(s, False), f"{s / simulation.step_time_s:.1%}", bar(s / most))
     notes = [Text(f"note: {note}") for note in simulation.notes]
-    return Group(shown, *notes)
+    return Group(Text(title), shown, *notes)
