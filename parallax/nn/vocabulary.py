@@ -4,8 +4,8 @@ Each of the pp · tp ranks holds V / (pp · tp) rows of the table and all of the
 is heavier than another. The gradients are written by hand: what one rank computes is its own part, and no factor for
 the ranks that share a loss appears. Without a layout the same functions are the plain ones.
 
-A table's gradient is as large as the table, and few tokens of a microbatch touch most of a row. So it is never made
-where `added_in_place` is in force: what a look-up or a chunk of the loss adds goes straight into the running sum.
+A table's gradient is as large as the table, so where `added_in_place` is in force it is never an array of its own: what
+a look-up or a chunk of the loss contributes goes straight into the running sum.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.chunks import loss_chunks
 from parallax.nn.weights import normal, weight
-from parallax.sharding import Layout, Tree, constrain, current, pmax, psum, tensor_map
+from parallax.sharding import Layout, Leaf, Tree, constrain, current, pmax, psum, tensor_map
 
 _AXES = ("pp", "tp")  # which split the vocabulary
 _MASKED = -1e30  # the logit of a row that pads the table
-_sums: ContextVar[dict[int, jax.Array]] = ContextVar("sums", default={})  # noqa: B039
+_sums: ContextVar[dict[int, jax.Array]] = ContextVar("sums")  # of tables, by their identity
 
 
 class Embedding(nnx.Module):
@@ -86,7 +86,7 @@ def _split_lookup(layout: Layout, table_VD, tokens_BS):
         table, tokens = kept
         dx = constrain(dx, layout.sequence)
         add = lambda total: tensor_map(collect, (P("tp"), P(), layout.sequence), P("tp"))(total, tokens, dx)
-        sums, key = _sums.get(), id(table)
+        sums, key = _sums.get({}), id(table)
         if key not in sums:
             return add(jnp.zeros(table.shape, jnp.float32)).astype(table.dtype), None
         sums[key] = add(sums[key])
@@ -108,26 +108,26 @@ def cross_entropy(x_BSD: jax.Array, output: Embedding, targets_BS: jax.Array) ->
         return _loss(layout, vocab_size, x_BSD, table_VD, targets_BS).nats
 
     def forward(x_BSD, table_VD, targets_BS):
-        given = x_BSD, table_VD, targets_BS
-        sums, key = _sums.get(), id(table_VD)
-        if key not in sums:
-            zeros_VD = jnp.zeros(table_VD.shape, jnp.float32)
-            nats, dx_BSD, dtable_VD = _loss(layout, vocab_size, *given, zeros_VD)
-            return nats, (given, dx_BSD, dtable_VD.astype(table_VD.dtype))
-        nats, dx_BSD, sums[key] = _loss(layout, vocab_size, *given, sums[key])
-        return nats, (given, dx_BSD, None)
+        sums, key = _sums.get({}), id(table_VD)
+        in_place = key in sums
+        before_VD = sums[key] if in_place else jnp.zeros(table_VD.shape, jnp.float32)
+        nats, dx_BSD, after_VD = _loss(layout, vocab_size, x_BSD, table_VD, targets_BS, before_VD)
+        if in_place:
+            sums[key] = after_VD
+        dtable_VD = None if in_place else after_VD.astype(table_VD.dtype)
+        return nats, (x_BSD, table_VD, targets_BS, dx_BSD, dtable_VD)
 
     def backward(kept, dloss):
-        given, dx_BSD, dtable_VD = kept
-        if (
-            dtable_VD is None
-        ):  # what is in the sum is right for a loss that nothing multiplies; XLA sees where that is so
-            sums, key = _sums.get(), id(given[1])
-            rest = lambda _, total_VD: _loss(layout, vocab_size, *given, total_VD, dloss - 1).total_VD
-            sums[key] = lax.fori_loop(0, jnp.where(dloss == 1, 0, 1), rest, sums[key])
-        else:
-            dtable_VD = dtable_VD * dloss.astype(dtable_VD.dtype)
-        return dx_BSD * dloss.astype(dx_BSD.dtype), dtable_VD, None
+        x_BSD, table_VD, targets_BS, dx_BSD, dtable_VD = kept
+        dx_BSD = dx_BSD * dloss.astype(dx_BSD.dtype)
+        if dtable_VD is not None:
+            return dx_BSD, dtable_VD * dloss.astype(dtable_VD.dtype), None
+        # The sum has the gradient of a loss that nothing multiplies, as XLA finds out where that is so; else the rest
+        # is added.
+        rest = lambda _, total_VD: _loss(layout, vocab_size, x_BSD, table_VD, targets_BS, total_VD, dloss - 1).total_VD
+        sums, key = _sums.get({}), id(table_VD)
+        sums[key] = lax.fori_loop(0, jnp.where(dloss == 1, 0, 1), rest, sums[key])
+        return dx_BSD, None, None
 
     loss.defvjp(forward, backward)
     return loss(x_BSD, output.table[...], targets_BS)
@@ -136,9 +136,9 @@ def cross_entropy(x_BSD: jax.Array, output: Embedding, targets_BS: jax.Array) ->
 class _Loss(NamedTuple):
     """Mean nats a token; and, where a sum of the table's gradients was given, x's gradient and the new sum."""
 
-    nats: jax.Array
-    dx_BSD: jax.Array | None
-    total_VD: jax.Array | None
+    nats: Leaf
+    dx_BSD: Leaf
+    total_VD: Leaf
 
 
 def _loss(layout: Layout | None, vocab_size: int, x_BSD, table_VD, targets_BS, total_VD=None, scale=1.0) -> _Loss:
