@@ -155,9 +155,10 @@ def _loss(layout: Layout | None, vocab_size: int, x_BSD, table_VD, targets_BS, t
         x_BSD = lax.all_gather(x_BSD, "tp", axis=1, tiled=True) if split_sequence else x_BSD
         ranks, rank = layout.pp * layout.tp, _rank(layout)
         nats, dx_BSD, total_VD = _loss_of_rank(vocab_size, ranks, rank, x_BSD, table_VD, targets_BS, total_VD, scale)
-        if dx_BSD is not None:
-            scatter = lambda dx: lax.psum_scatter(dx, "tp", scatter_dimension=1, tiled=True)
-            dx_BSD = psum(scatter(dx_BSD) if split_sequence else psum(dx_BSD, "tp"), "pp")
+        if dx_BSD is not None and split_sequence:
+            dx_BSD = psum(lax.psum_scatter(dx_BSD, "tp", scatter_dimension=1, tiled=True), "pp")
+        elif dx_BSD is not None:
+            dx_BSD = psum(dx_BSD, _AXES)
         return _Loss(nats, dx_BSD, total_VD)
 
     table = P("tp")

@@ -213,9 +213,9 @@ def _outputs(weight: Weight, layer: LayerShape, split: _Split) -> int:
 
 
 def _loss_phase(vocab_size: int, pp: int, split: _Split, work: _Work) -> int:
-    """A chunk's float32 logits and their gradient in e bytes; the layers' output and its gradient, whole [T, D] and as
-    between layers. XLA works out the exponentials from the logits wherever they are read, and the product that makes
-    the gradient of a table adds it to the sum in `gradients`."""
+    """A chunk's float32 logits and their gradient in e bytes (which, built for TPU, products work out as they read the
+    logits); the layers' output and its gradient, whole [T, D] and as between layers. The product that makes the
+    gradient of a table adds it to the sum in `gradients`."""
     T, D, e = work.tokens, work.width, work.element
     V = -(-vocab_size // (pp * split.tp))
     return (4 + e) * T // loss_chunks(T, D, V) * V + 2 * T * D * e + 2 * T * D // split.sequence * e
