@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.layout import BATCH, MANUAL, REPLICAS
 from parallax.model import Model
 from parallax.nn.attention import Positions
+from parallax.nn.vocabulary import added_in_place
 from parallax.schedule.table import Row, Run, TickTable
 from parallax.sharding import Layout, Tree, between_layers, constrain, only, psum, ring_shift
 from parallax.stages import Stages
@@ -187,10 +188,11 @@ class _Rank:
             nats = lambda outer, x_BSD: self.model.loss(outer, x_BSD, _at(self.targets_MBS, row.loss_microbatch))
             if not self.trains:
                 return loss + nats(self.outer, x_BSD), gradients, loss_gradients
-            value, vjp = jax.vjp(nats, self.outer, x_BSD)
-            d_outer, dx_BSD = vjp(jnp.ones_like(value))
+            with added_in_place(self.outer, gradients) as sums:
+                value, vjp = jax.vjp(nats, self.outer, x_BSD)
+                d_outer, dx_BSD = vjp(jnp.ones_like(value))
             loss_gradients = _put(loss_gradients, between_layers(dx_BSD), row.loss_put)
-            return loss + value, _add(gradients, d_outer), loss_gradients
+            return loss + value, _add(sums(), d_outer), loss_gradients
 
         with jax.named_scope("loss"):
             loss, gradients, loss_gradients = _when(
@@ -210,8 +212,9 @@ class _Rank:
         def add_embedding(outer):
             tokens_BS = _at(self.tokens_MBS, row.embed_grad_microbatch)
             embed = lambda weights: self.model.embed(weights, tokens_BS, self.positions_S)
-            (d_embed,) = jax.vjp(embed, self.outer["embed"])[1](self._from_rank(0, dx_BSD))
-            return outer | {"embed": _add(outer["embed"], d_embed)}
+            with added_in_place(self.outer["embed"], outer["embed"]) as sums:
+                (d_embed,) = jax.vjp(embed, self.outer["embed"])[1](self._from_rank(0, dx_BSD))
+            return outer | {"embed": _add(sums(), d_embed)}
 
         with jax.named_scope("embed_gradient"):
             outer = _when(row.embed_grad_valid, add_embedding, state.outer_gradients)

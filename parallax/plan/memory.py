@@ -15,6 +15,7 @@ from functools import cache
 from itertools import groupby
 from typing import NamedTuple
 
+from parallax.chunks import loss_chunks
 from parallax.config import SCHEDULES, Parallel, Train
 from parallax.layout import Sizes, kept_whole
 from parallax.schedule.buffers import buffers
@@ -93,7 +94,7 @@ def own_memory(shape: ModelShape, parallel: Parallel, train: Train) -> tuple[dic
     slots = _slots(parallel.schedule, pp, v, train.global_batch_size // (parallel.dp * ep * train.micro_batch_size))
     between = work.tokens * shape.width // split.sequence * work.element  # an activation between layers
     loss = _loss_phase(shape.vocab_size, pp, split, work)
-    fullest = max(loss, _layer_phase(layers, split, work), _embedding_phase(shape.embed, pp, split, work))
+    fullest = max(loss, _layer_phase(layers, split, work), _embedding_phase(shape.embed, split, work))
     beside = 0
     if replicas[0] > 1:
         # XLA may allocate what the reduction writes before the ticks begin, and copies the tables that they read,
@@ -212,23 +213,21 @@ def _outputs(weight: Weight, layer: LayerShape, split: _Split) -> int:
 
 
 def _loss_phase(vocab_size: int, pp: int, split: _Split, work: _Work) -> int:
-    """Float32 logits [T, V] and their gradient in e bytes; the layers' output and its gradient, whole [T, D] and as
-    between layers.
-
-    XLA works out the exponentials from the logits wherever they are read; and the gradient of the logits too, where a
-    microbatch is one sequence (as built for TPU), so that only larger ones hold it."""
+    """A chunk's float32 logits and their gradient in e bytes (which, built for TPU, products work out as they read the
+    logits); the layers' output and its gradient, whole [T, D] and as between layers. The product that makes the
+    gradient of a table adds it to the sum in `gradients`."""
     T, D, e = work.tokens, work.width, work.element
     V = -(-vocab_size // (pp * split.tp))
-    return (4 + (e if work.batch > 1 else 0)) * T * V + 2 * T * D * e + 2 * T * D // split.sequence * e
+    return (4 + e) * T // loss_chunks(T, D, V) * V + 2 * T * D * e + 2 * T * D // split.sequence * e
 
 
 @cache
-def _embedding_phase(embed: tuple[Weight, ...], pp: int, split: _Split, work: _Work) -> int:
-    """Whole gradients of the embedding's weights, that of the table [V, D] in float32; and what is added up in it, as
-    it comes and in float32, [T, D]."""
+def _embedding_phase(embed: tuple[Weight, ...], split: _Split, work: _Work) -> int:
+    """Whole gradients of the embedding's weights but the table; and what is added up in all of them, as it comes and in
+    float32, [T, D]."""
     e = work.element
-    sizes = [math.prod(split.local(weight, pp)) * (4 if "vocab" in weight.axes else e) for weight in embed]
-    return sum(sizes) + work.tokens * work.width * (e + 4)
+    others = [math.prod(split.local(weight)) for weight in embed if "vocab" not in weight.axes]
+    return e * sum(others) + work.tokens * work.width * (e + 4)
 
 
 @cache

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from parallax.chunks import loss_chunks
 from parallax.config import SCHEDULES, Parallel, Train
 from parallax.layout import Sizes, axis_sizes, kept_whole
 from parallax.plan.costs import Costs
@@ -17,7 +18,7 @@ from parallax.shape import LayerShape, ModelShape
 from parallax.stages import Stages
 
 LOGIT_BYTES = 30  # float32 logits written, read for their maximum, turned into exponentials and summed, into gradients
-ROW_BYTES = 32  # of a row's element a microbatch: a dense gradient of the output and of the embedding, added in float32
+SUM_BYTES = 8  # an element of the output's float32 gradients: a chunk of the loss reads the sum and writes it
 STATE_BYTES = 40  # a parameter of a shard: gradient twice, weight and moments read and written, new weight
 ITEMS = ("matmul", "attention", "memory_bound", "recompute", "tp", "cp", "ep", "pp", "vocabulary", "dp")
 ITEMS += ("bubble", "padding", "optimizer", "launch")
@@ -72,7 +73,7 @@ def own_step(times: LayerTimes, shape: ModelShape, parallel: Parallel, train: Tr
     between = costs.item * n * shape.width / (parallel.tp if work.sequence_parallel else 1)
     stride = sizes.replicas * parallel.tp
     sends = 2 * ticks * costs.send(between, costs.members_inside(pp, stride) == pp) if pp > 1 else 0.0
-    vocabulary, shared = _vocabulary(costs, shape, sizes, n, between, work.sequence_parallel)
+    vocabulary, shared = _vocabulary(costs, shape, sizes, n, between)
     dense, experts = local_elements(shape, sizes)
     sharded = dense / sizes.replicas + experts / (parallel.dp * parallel.cp) if parallel.zero else dense + experts
     items = {
@@ -124,19 +125,18 @@ def _ticks(schedule: str, pp: int, v: int, m: int) -> int:
     return max(table.forward_ticks, table.backward_ticks)
 
 
-def _vocabulary(
-    costs: Costs, shape: ModelShape, sizes: Sizes, n: int, between: float, sequence_parallel: bool
-) -> tuple[float, float]:
+def _vocabulary(costs: Costs, shape: ModelShape, sizes: Sizes, n: int, between: float) -> tuple[float, float]:
     """Seconds of a microbatch's embedding, logits, loss and their gradients on each rank; and of communication alone.
 
-    Over tp: the output's input is gathered twice and its gradient scattered, the embedding scattered and its gradient
-    gathered. Over pp: two activations and two gradients are handed to all ranks."""
+    Over tp: the output's input is gathered and its gradient scattered, the embedding scattered and its gradient
+    gathered; or two all-reduces, which are as much. Over pp: two activations and two gradients are handed to all ranks.
+    A chunk's maximum and sums are left out, being a few bytes a token."""
     D, rows = shape.width, -(-shape.vocab_size // (sizes.pp * sizes.tp))
     products = costs.matmul(n, D, rows) + costs.matmul(n, rows, D) + costs.matmul(rows, n, D)
-    passes = costs.memory(LOGIT_BYTES * n * rows + ROW_BYTES * rows * D + 12 * between)
-    halves = 5 if sequence_parallel else 4
+    sums = SUM_BYTES * loss_chunks(n, D, rows) * rows * D
+    passes = costs.memory(LOGIT_BYTES * n * rows + sums + 12 * between)
     stride = sizes.replicas * sizes.tp
-    shared = halves * costs.gather(costs.item * n * D, sizes.tp, 1) + 4 * costs.all_reduce(between, sizes.pp, stride)
+    shared = 4 * costs.gather(costs.item * n * D, sizes.tp, 1) + 4 * costs.all_reduce(between, sizes.pp, stride)
     return products + passes + shared, shared
 
 

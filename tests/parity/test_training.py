@@ -13,6 +13,7 @@ import pytest
 import reference
 from cases import CONTEXT_FACTORS, EXTRAS, FACTORS, Case, all_cases, covering_array, pairs
 
+from parallax import chunks
 from parallax.data import Batch
 from parallax.mesh import make_mesh
 from parallax.model import Model
@@ -80,6 +81,23 @@ def worst(got, wanted, skip=()) -> tuple[float, str]:
     "case", [pytest.param(c, marks=[pytest.mark.newest] if c.layout in NEWEST else []) for c in CASES + EXTRAS], ids=str
 )
 def test_parity(case: Case):
+    check_parity(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", "dp2-pp2-tp2", "1f1b", 1, "full", "equal", 1, sequence_parallel=False, vocab_size=1003),
+        Case("llama", "pp2-tp2-cp2", "interleaved", 2, "none", "equal", 1, seq_len=96, vocab_size=1003, documents=True),
+        Case("llama", "pp4-tp2", "1f1b", 1, "full", "equal", 1, tied=True, vocab_size=1003),
+    ],
+    ids=str,
+)
+def test_parity_of_a_loss_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chunks, "LEAST", 8)
+    train, parallel = case.run_config().train, case.parallel()
+    tokens = train.micro_batch_size * train.seq_len // parallel.cp
+    assert chunks.loss_chunks(tokens, 64, -(-case.vocab_size // (parallel.pp * parallel.tp))) == (2 if case.tied else 4)
     check_parity(case)
 
 

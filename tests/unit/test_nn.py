@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from parallax import nn
+from parallax import chunks, nn
 from parallax.models import gpt, llama
 from parallax.nn.rotary import frequencies
+from parallax.nn.vocabulary import added_in_place
 
 
 def plain_attention(q, k, v):
@@ -33,22 +34,70 @@ def test_attention_and_its_gradients(block, monkeypatch):
         assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 1e-6
 
 
-def test_cross_entropy_and_its_gradients():
-    output = nn.Embedding(50, 16, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (2, 8, 16))
-    targets = jax.random.randint(jax.random.key(2), (2, 8), 0, 50)
+def plain_cross_entropy(x, table, targets):
+    logp = jax.nn.log_softmax(x @ table.T, -1)
+    return -jnp.mean(jnp.take_along_axis(logp, targets[..., None], -1))
 
-    def plain(x, table):
-        logp = jax.nn.log_softmax(x @ table.T, -1)
-        return -jnp.mean(jnp.take_along_axis(logp, targets[..., None], -1))
 
-    def ours(x, table):
-        return nn.cross_entropy(x, nnx.merge(nnx.graphdef(output), {"table": table}), targets)
+def cross_entropy(x, table, targets):
+    output = nn.Embedding(*table.shape, rngs=nnx.Rngs(0))
+    return nn.cross_entropy(x, nnx.merge(nnx.graphdef(output), {"table": table}), targets)
 
-    table = output.table[...] * 20
-    got, want = (jax.value_and_grad(f, (0, 1))(x, table) for f in (ours, plain))
+
+X, TABLE = jax.random.normal(jax.random.key(1), (2, 8, 16)), 0.4 * jax.random.normal(jax.random.key(0), (50, 16))
+TARGETS = jax.random.randint(jax.random.key(2), (2, 8), 0, 50)
+
+
+@pytest.mark.parametrize(("least", "count"), [(1024, 1), (8, 2), (3, 4)])
+def test_cross_entropy_and_its_gradients(least, count, monkeypatch):
+    monkeypatch.setattr(chunks, "LEAST", least)
+    assert chunks.loss_chunks(16, 16, 50) == count
+    got, want = (jax.value_and_grad(f, (0, 1))(X, TABLE, TARGETS) for f in (cross_entropy, plain_cross_entropy))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "rows", "count"),
+    [
+        (8192, 4096, 16_032, 4),  # 2048 · 16,032 logits are no more than 8192 · 4096; twice as many are
+        (8192, 4096, 4096, 1),  # no more logits than activations
+        (8192, 2048, 32_064, 8),  # 16 would leave 512 tokens
+        (6 * 1024, 64, 128_256, 4),  # 3 · 2^11 tokens: 8 would leave 768
+        (3 * 1001, 64, 128_256, 1),  # odd
+    ],
+)
+def test_chunks_of_the_loss(tokens, width, rows, count):
+    assert chunks.loss_chunks(tokens, width, rows) == count
+
+
+@pytest.mark.parametrize("factor", [1, 0.25])
+def test_gradients_of_a_table_are_added_to_its_sum(factor, monkeypatch):
+    """Also where the model multiplies its loss, which costs the loss once more; nothing multiplies it in models/."""
+    monkeypatch.setattr(chunks, "LEAST", 8)
+
+    @jax.jit
+    def step(weights, sums, x):
+        loss = lambda weights, x: factor * cross_entropy(x, weights["table"], TARGETS)
+        with added_in_place(weights, sums) as added:
+            value, vjp = jax.vjp(loss, weights, x)
+            d_weights, dx = vjp(jnp.ones_like(value))
+        return value, dx, added(), d_weights
+
+    table, sums = {"table": TABLE}, {"table": jnp.full(TABLE.shape, 0.5)}
+    value, dx, added, left = step(table, sums, X)
+    want, (want_dx, want_dtable) = jax.value_and_grad(plain_cross_entropy, (0, 1))(X, TABLE, TARGETS)
+    np.testing.assert_allclose(value, factor * want, rtol=2e-5)
+    np.testing.assert_allclose(dx, factor * want_dx, rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(added["table"], 0.5 + factor * want_dtable, rtol=1e-6, atol=1e-7)
+    assert not left["table"].any()
+    products = str(step.lower(table, sums, X).compile().as_text()).count(" dot(")
+    assert products == (3 if factor == 1 else 5)  # of the second time the gradient of x is not wanted
+
+
+def test_a_loss_without_gradient_is_one_product():
+    text = str(jax.jit(cross_entropy).lower(X, TABLE, TARGETS).compile().as_text())
+    assert text.count(" dot(") == 1
 
 
 def test_rotary_scaling_of_llama_31():

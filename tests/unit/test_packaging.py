@@ -37,14 +37,14 @@ LAYERS = (
     ("machine", "model_files"),
     ("layout",),
     ("schedule", "config"),
-    ("echoes", "environment", "hlo", "output", "shape", "signals", "stages", "version"),
+    ("chunks", "echoes", "environment", "hlo", "output", "shape", "signals", "stages", "version"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
-    *("aot.simulate", "aot.traffic", "aot.warn"),
-    *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "layout"),
-    *("machine", "output", "plan", "plan.command", "plan.estimate_command", "rules", "schedule", "shape", "signals"),
-    *("stages", "text", "translate", "validate", "version"),
+    *("aot.command", "aot.simulate", "aot.traffic", "aot.warn"),
+    *("batch_size", "checkpoint", "checkpoint_command", "chunks", "cli", "config", "echoes", "environment", "hlo"),
+    *("layout", "machine", "output", "plan", "plan.command", "plan.estimate_command", "rules", "schedule", "shape"),
+    *("signals", "stages", "text", "translate", "validate", "version"),
 )
 
 

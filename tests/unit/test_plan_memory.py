@@ -162,9 +162,9 @@ def test_transients():
         step = Train(steps=1, seq_len=seq_len, global_batch_size=sequences, micro_batch_size=sequences)
         return own_memory(shape, Parallel(pp=2, tp=2), step)[0]
 
-    for sequences, gradient in ((1, 0), (B, e)):  # of a logit, in bytes
-        T = sequences * S
-        assert found(S, sequences)["logits"] == (4 + gradient) * T * V + 2 * T * D * e + 2 * T * (D // 2) * e
+    for seq_len, sequences, chunk in ((S, 1, S), (S, B, B * S), (1024, 8, 1024), (1536, 4, 1536)):  # tokens
+        T = sequences * seq_len
+        assert found(seq_len, sequences)["logits"] == (4 + e) * chunk * V + 2 * T * D * e + 2 * T * (D // 2) * e
     assert KEYS == BLOCK  # scores are of so many keys at a time
     short, long = (found(n, 1)["logits"] + found(n, 1)["workspace"] for n in (8 * KEYS, 16 * KEYS))
     assert long == 2 * short
