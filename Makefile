@@ -13,6 +13,7 @@ help:
 	@echo 'make lint            ruff and pyright'
 	@echo 'make bench           memory, compile and step times on emulated devices'
 	@echo 'make bench-estimate  the estimator beside measured steps (docs/estimate.md)'
+	@echo 'make bench-compile   pods that are not there through the real compiler (needs libtpu, the CUDA plugin)'
 	@echo 'make clean           remove environments, builds and caches; runs/ stays'
 
 demo: .venv/installed
@@ -37,6 +38,9 @@ lint: .venv/installed-lint
 
 bench: .venv/installed
 	@.venv/bin/python tests/bench/bench.py $(ARGS)
+
+bench-compile: .venv/installed
+	@.venv/bin/python tests/bench/bench_compile.py $(ARGS)
 
 bench-estimate: .venv/installed
 	@.venv/bin/python tests/bench/bench_estimate.py $(ARGS)
@@ -78,5 +82,5 @@ clean:
 	done; \
 	echo 'error: the newest jax needs Python 3.12, 3.13 or 3.14; none on PATH or in pyenv' >&2; exit 1
 
-.PHONY: help demo test test-slow test-newest lint bench bench-estimate clean
+.PHONY: help demo test test-slow test-newest lint bench bench-compile bench-estimate clean
 .DELETE_ON_ERROR:
