@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from parallax.kernels import CUDNN, SPLASH
+from parallax.nn.kernels import cudnn, splash
 from parallax.nn.weights import ATTENTION, keep
 from parallax.sharding import Layout, current, ring_shift, tensor_map
 
@@ -47,7 +49,7 @@ def attention(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, positions
     the number of key/value heads these are whole on every rank, and a rank picks the one that its queries read."""
     layout = current()
     if layout is None:
-        return _attend(None, q_BSHC, k_BSKC, v_BSKC, positions)
+        return _blockwise(None, q_BSHC, k_BSKC, v_BSKC, positions)
     kv_whole = "kv_heads" in layout.replicated
     kv_heads = k_BSKC.shape[2]
 
@@ -55,14 +57,18 @@ def attention(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, positions
         if kv_whole:
             mine = lax.axis_index("tp") * kv_heads // layout.tp
             k, v = (lax.dynamic_slice_in_dim(a, mine, 1, axis=2) for a in (k, v))
-        return _attend(layout if layout.cp > 1 else None, q, k, v, positions)
+        if layout.kernel == SPLASH:
+            return splash(layout, q, k, v, positions.starts_BS)
+        if layout.kernel == CUDNN:
+            return cudnn(layout, q, k, v)
+        return _blockwise(layout if layout.cp > 1 else None, q, k, v, positions)
 
     heads = P(None, None, "tp", None)
     kv = P() if kv_whole else heads
     return tensor_map(local, (heads, kv, kv, P()), heads)(q_BSHC, k_BSKC, v_BSKC, positions)
 
 
-def _attend(layout: Layout | None, q_BSHC, k_BSKC, v_BSKC, positions: Positions):
+def _blockwise(layout: Layout | None, q_BSHC, k_BSKC, v_BSKC, positions: Positions):
     """`layout` is None where this rank holds the whole sequence."""
     B, S, H, C = q_BSHC.shape
     K, N = k_BSKC.shape[2], 1 if layout is None else 2

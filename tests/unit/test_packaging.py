@@ -32,7 +32,7 @@ LAYERS = (
     ("sharding",),
     ("plan",),
     ("batch_size", "text", "validate"),
-    ("rules",),
+    ("kernels", "rules"),
     ("machine", "model_files"),
     ("layout",),
     ("schedule", "config"),
@@ -40,8 +40,8 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
-    *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "layout"),
-    *("machine", "output", "plan", "plan.command", "plan.estimate_command", "rules", "schedule", "shape", "signals"),
+    *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "kernels"),
+    *("layout", "machine", "output", "plan", "plan.command", "plan.estimate_command", "rules", "schedule", "shape", "signals"),
     *("stages", "text", "translate", "validate", "version"),
 )
 

@@ -1,0 +1,136 @@
+"""The attention kernels of accelerators: splash attention (Pallas) on TPU, cuDNN's fused attention on GPU.
+
+Each takes one device's queries, [B, S, H, C], and keys and values, [B, S, K, C], inside the map over tp: its own heads,
+and under context parallelism its own two chunks of the sequence, which must be gathered (`context = "all_gather"`). A
+backward finds the kernel's output and log-sum-exp where `train.remat` keeps `ATTENTION`, else the kernel runs again.
+`parallax.kernels` says when a kernel serves.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as pallas_splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as pallas_mask
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import process_mask, process_mask_dkv
+
+from parallax.nn.weights import ATTENTION
+from parallax.sharding import Layout
+
+LANES = 128  # of a TPU: block sizes of splash attention are multiples of this
+BLOCK = 512  # at most, queries by keys: a block's float32 scores take 1 MiB of the 16 that a kernel has at its disposal
+INTERPRET = False  # run the TPU kernel on a CPU, for tests
+
+# Keys and values of all cp ranks
+
+
+def _whole(layout: Layout, a: jax.Array) -> jax.Array:
+    """A rank's part of a sequence, [B, S / cp, …], with those of the others, in the order of positions: [B, S, …]"""
+    chunks = a.reshape(a.shape[0], 2, -1, *a.shape[2:])
+    ranks = lax.all_gather(chunks, "cp")  # rank r holds chunks r and 2·cp - 1 - r
+    ordered = jnp.concatenate([ranks[:, :, 0], ranks[::-1, :, 1]])
+    return jnp.moveaxis(ordered, 0, 1).reshape(a.shape[0], -1, *a.shape[2:])
+
+
+def _part(layout: Layout, d: jax.Array) -> jax.Array:
+    """The transpose of `_whole`: summed over the ranks, in float32 as gradients are."""
+    chunks = jnp.moveaxis(d.astype(jnp.float32).reshape(d.shape[0], 2 * layout.cp, -1, *d.shape[2:]), 1, 0)
+    ranks = jnp.stack([chunks[: layout.cp], chunks[: layout.cp - 1 : -1]], 2)
+    mine = lax.psum_scatter(ranks, "cp")
+    return mine.reshape(d.shape[0], -1, *d.shape[2:]).astype(d.dtype)
+
+
+def _gather(layout: Layout, a: jax.Array) -> jax.Array:
+    if layout.cp == 1:
+        return a
+
+    @jax.custom_vjp
+    def gather(a):
+        return _whole(layout, a)
+
+    gather.defvjp(lambda a: (_whole(layout, a), None), lambda _, d: (_part(layout, d),))
+    return gather(a)
+
+
+# TPU
+
+
+def splash(layout: Layout, q_BSHC, k_BSKC, v_BSKC, starts_BS: jax.Array | None) -> jax.Array:
+    """Causal attention by jax's splash attention kernel, whose keys and values are read by groups of queries as they
+    are. `starts_BS`: where each token's document begins (`nn.Positions`); two tokens of one document share it."""
+    S = q_BSHC.shape[1] * layout.cp
+    kernel = _of_rank(layout, _splash_kernel(layout.cp, S, INTERPRET))
+    heads_first = lambda a: a.swapaxes(1, 2)
+    q = heads_first(q_BSHC / math.sqrt(q_BSHC.shape[-1]))
+    k, v = (heads_first(_gather(layout, a)) for a in (k_BSKC, v_BSKC))
+    documents = None
+    if starts_BS is not None:
+        everywhere = starts_BS if layout.cp == 1 else _whole(layout, starts_BS)
+        documents = pallas_splash.SegmentIds(starts_BS, everywhere)
+    return heads_first(jax.vmap(kernel)(q, k, v, documents))
+
+
+class _CausalMask(pallas_mask.CausalMask):
+    """With queries in any order, at these positions. Blocks of which all or nothing is seen, most of a long sequence's,
+    are told by their ends: compared token by token, 131,072 of them took minutes."""
+
+    def __init__(self, positions: np.ndarray):
+        super().__init__((positions.size, positions.size))
+        self.q_sequence = positions
+
+    def __getitem__(self, idx) -> np.ndarray:
+        queries, keys = self.q_sequence[idx[0]], idx[1]
+        if queries.max() < keys.start:
+            return np.zeros((queries.size, keys.stop - keys.start), bool)
+        if queries.min() >= keys.stop - 1:
+            return np.ones((queries.size, keys.stop - keys.start), bool)
+        return super().__getitem__(idx)
+
+
+@cache
+def _splash_kernel(cp: int, S: int, interpret: bool) -> pallas_splash.SplashAttentionKernel:
+    """For a sequence of S tokens, all ranks' queries one after the other. Its arrays, numpy's here, say which blocks of
+    keys each block of queries visits: those that it does not see are skipped."""
+    chunk = S if cp == 1 else S // (2 * cp)
+    positions = np.arange(S, dtype=np.int32).reshape(-1, chunk)
+    if cp > 1:  # the order of `Layout.positions`
+        positions = positions[[held for rank in range(cp) for held in (rank, 2 * cp - 1 - rank)]]
+    block = max(size for size in range(LANES, BLOCK + 1, LANES) if chunk % size == 0)
+    mask = pallas_mask.MultiHeadMask([_CausalMask(positions.reshape(-1))])  # for all heads
+    by_queries, seen = process_mask(mask, (block, block), q_seq_shards=cp)
+    by_keys, _ = process_mask_dkv(mask, (block, block), q_seq_shards=cp)
+    sizes = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    return pallas_splash.SplashAttentionKernel(
+        *(by_queries, by_queries, by_keys),
+        block_sizes=pallas_splash.BlockSizes(**dict.fromkeys(sizes, block)),
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=pallas_splash.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=None,
+        residual_checkpoint_name=ATTENTION,
+        mask_function=seen,
+        interpret=interpret,
+    )
+
+
+def _of_rank(layout: Layout, kernel: pallas_splash.SplashAttentionKernel) -> pallas_splash.SplashAttentionKernel:
+    """The kernel for this rank's queries: its part of arrays [head, block of queries, block of keys] and [query]"""
+
+    def part(a):
+        axis = 1 if a.ndim == 3 else 0
+        size = a.shape[axis] // layout.cp
+        return lax.dynamic_slice_in_dim(jnp.asarray(a), lax.axis_index("cp") * size, size, axis)
+
+    return kernel if layout.cp == 1 else jax.tree.map(part, kernel)
+
+
+# GPU
+
+
+def cudnn(layout: Layout, q_BSHC, k_BSKC, v_BSKC) -> jax.Array:
+    raise NotImplementedError
