@@ -9,7 +9,7 @@ backward finds the kernel's output and log-sum-exp where `train.remat` keeps `AT
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as pallas_mask
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import process_mask, process_mask_dkv
 
-from parallax.nn.weights import ATTENTION
+from parallax.nn.weights import ATTENTION, keep
 from parallax.sharding import Layout
 
 LANES = 128  # of a TPU: block sizes of splash attention are multiples of this
@@ -133,4 +133,67 @@ def _of_rank(layout: Layout, kernel: pallas_splash.SplashAttentionKernel) -> pal
 
 
 def cudnn(layout: Layout, q_BSHC, k_BSKC, v_BSKC) -> jax.Array:
-    raise NotImplementedError
+    """Causal attention by cuDNN. Its causal mask is for as many queries as keys. A chunk of queries further down the
+    sequence goes with the keys up to its own last one, and with the mask written out, of queries by keys; how many
+    there are depends on the rank, which takes one branch of cp (there is no collective in them)."""
+    rank = lax.axis_index("cp") if layout.cp > 1 else 0
+    branches = lambda of_rank: [partial(of_rank, layout.cp, rank) for rank in range(layout.cp)]
+
+    @jax.custom_vjp
+    def core(q, k, v):
+        return forward(q, k, v)[0]
+
+    def forward(q, k, v):
+        out, lse = lax.switch(rank, branches(_cudnn_forward), q, k, v)
+        out, lse = keep(out, ATTENTION), keep(lse, ATTENTION)
+        return out, (q, k, v, out, lse)
+
+    def backward(kept, dout):
+        return lax.switch(rank, branches(_cudnn_backward), *kept, dout)
+
+    core.defvjp(forward, backward)
+    return core(q_BSHC, _gather(layout, k_BSKC), _gather(layout, v_BSKC))
+
+
+def _cudnn_forward(cp: int, rank: int, q, k, v):
+    """→ out, and the log-sum-exp of the scores, float32 [B, H, S]"""
+    pieces = [_fused(q[:, mine], k[:, :end], v[:, :end])[:2] for mine, end in _pieces(cp, rank, q.shape[1])]
+    out, lse = zip(*pieces, strict=True)
+    return jnp.concatenate(out, 1), jnp.concatenate(lse, 2)
+
+
+def _cudnn_backward(cp: int, rank: int, q, k, v, out, lse, dout):
+    dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for mine, end in _pieces(cp, rank, q.shape[1]):
+        *_, backward = _fused(q[:, mine], k[:, :end], v[:, :end])
+        d_mine, d_keys, d_values = backward(out[:, mine], lse[:, :, mine], dout[:, mine])
+        dq.append(d_mine)
+        dk, dv = dk.at[:, :end].add(d_keys), dv.at[:, :end].add(d_values)
+    return jnp.concatenate(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _pieces(cp: int, rank: int, count: int) -> list[tuple[slice, int]]:
+    """A rank's chunks among its `count` queries, and up to where the keys are that each sees."""
+    if cp == 1:
+        return [(slice(0, count), count)]
+    chunk = count // 2
+    return [(slice(0, chunk), (rank + 1) * chunk), (slice(chunk, count), (2 * cp - rank) * chunk)]
+
+
+def _fused(q, k, v):
+    """Queries that are the last of the tokens whose keys and values these are → out, log-sum-exp, and a function from
+    these two and the gradient of out to those of q, k and v. Where only that is used, XLA drops the forward."""
+    T, S = q.shape[1], k.shape[1]
+    seen = None if T == S else (jnp.arange(S - T, S)[:, None] >= jnp.arange(S))[None, None]
+    attend = lambda q, k, v: jax.nn.dot_product_attention(
+        q, k, v, mask=seen, is_causal=seen is None, implementation="cudnn"
+    )
+    out, vjp = jax.vjp(attend, q, k, v)
+    leaves, structure = jax.tree.flatten(vjp)
+    (lse,) = [leaf for leaf in leaves if leaf.dtype == jnp.float32]
+
+    def backward(kept_out, kept_lse, dout):
+        kept = lambda leaf: kept_out if leaf is out else kept_lse if leaf is lse else leaf
+        return structure.unflatten(map(kept, leaves))(dout)
+
+    return out, lse, backward
