@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -274,7 +275,7 @@ class _Rank:
         kept: list[jax.Array] = []
         source = []  # of each leaf: an array at hand, or an index into `kept`
         for leaf in leaves:
-            if isinstance(leaf, jax.core.Tracer) and not any(leaf is a for a in (*at_hand, *kept)):
+            if isinstance(leaf, Tracer) and not any(leaf is a for a in (*at_hand, *kept)):
                 kept.append(leaf)
             source.append(next((i for i, a in enumerate(kept) if a is leaf), leaf))
         matrices = {w.shape for w in jax.tree.leaves(weights) if w.ndim > 1}

@@ -136,20 +136,22 @@ def cudnn(layout: Layout, q_BSHC, k_BSKC, v_BSKC) -> jax.Array:
     """Causal attention by cuDNN. Its causal mask is for as many queries as keys. A chunk of queries further down the
     sequence goes with the keys up to its own last one, and with the mask written out, of queries by keys; how many
     there are depends on the rank, which takes one branch of cp (there is no collective in them)."""
-    rank = lax.axis_index("cp") if layout.cp > 1 else 0
-    branches = lambda of_rank: [partial(of_rank, layout.cp, rank) for rank in range(layout.cp)]
+
+    def by_rank(f, *operands):
+        branches = [partial(f, layout.cp, rank) for rank in range(layout.cp)]
+        return lax.switch(lax.axis_index("cp"), branches, *operands) if layout.cp > 1 else branches[0](*operands)
 
     @jax.custom_vjp
     def core(q, k, v):
         return forward(q, k, v)[0]
 
     def forward(q, k, v):
-        out, lse = lax.switch(rank, branches(_cudnn_forward), q, k, v)
+        out, lse = by_rank(_cudnn_forward, q, k, v)
         out, lse = keep(out, ATTENTION), keep(lse, ATTENTION)
         return out, (q, k, v, out, lse)
 
     def backward(kept, dout):
-        return lax.switch(rank, branches(_cudnn_backward), *kept, dout)
+        return by_rank(_cudnn_backward, *kept, dout)
 
     core.defvjp(forward, backward)
     return core(q_BSHC, _gather(layout, k_BSKC), _gather(layout, v_BSKC))

@@ -41,8 +41,8 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
     *("batch_size", "checkpoint", "checkpoint_command", "cli", "config", "echoes", "environment", "hlo", "kernels"),
-    *("layout", "machine", "output", "plan", "plan.command", "plan.estimate_command", "rules", "schedule", "shape", "signals"),
-    *("stages", "text", "translate", "validate", "version"),
+    *("layout", "machine", "output", "plan", "plan.command", "plan.estimate_command", "rules", "schedule", "shape"),
+    *("signals", "stages", "text", "translate", "validate", "version"),
 )
 
 
