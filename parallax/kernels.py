@@ -12,6 +12,7 @@ SPLASH, CUDNN, BLOCKWISE = "splash", "cudnn", "blockwise"
 KERNELS = {"tpu": SPLASH, "gpu": CUDNN, "cuda": CUDNN}  # of jax's platforms
 NAMES = {SPLASH: "splash attention", CUDNN: "cuDNN attention"}
 LANES = 128  # of a TPU: splash attention works on blocks of a multiple of this
+HEAD_SIZES = {CUDNN: range(8, 129, 8), SPLASH: (*range(8, 128, 8), *range(LANES, 513, LANES))}
 
 
 def kernel_of(platform: str, shape: ModelShape, config: RunConfig) -> tuple[str, str | None]:
@@ -30,11 +31,10 @@ def _reasons(kernel: str, shape: ModelShape, config: RunConfig) -> Iterator[str]
     for layer, _ in shape.kinds:
         if layer.value_head_size not in (0, layer.head_size):
             yield f"the head size {layer.head_size} of keys must be that of values, {layer.value_head_size}"
-        elif not _fits(kernel, size := layer.head_size):
-            rule = "a multiple of 8 up to 128" + (f" or of {LANES}" if kernel == SPLASH else "")
-            ways = range(size - 1, 0, -1), range(size + 1, size + LANES + 1)
-            near = [str(n) for way in ways for n in [next((n for n in way if _fits(kernel, n)), None)] if n]
-            yield f"the head size {size} must be {rule}; use {either(near)}"
+        elif (size := layer.head_size) not in HEAD_SIZES[kernel]:
+            below, above = [n for n in HEAD_SIZES[kernel] if n < size], [n for n in HEAD_SIZES[kernel] if n > size]
+            rule = "a multiple of 8 up to 128" + (f" or of {LANES} up to 512" if kernel == SPLASH else "")
+            yield f"the head size {size} must be {rule}; use {either(map(str, below[-1:] + above[:1]))}"
     if kernel == CUDNN and train.precision == "float32":
         yield 'train.precision = "float32" is not for it; use "bfloat16"'
     if kernel == CUDNN and config.data.isolate_documents:
@@ -46,7 +46,3 @@ def _reasons(kernel: str, shape: ModelShape, config: RunConfig) -> Iterator[str]
     if train.seq_len % step and (kernel == SPLASH or parallel.cp > 1):
         near = filter(None, (train.seq_len // step * step, (train.seq_len // step + 1) * step))
         yield f"train.seq_len = {train.seq_len} must be a multiple of {step}; use {either(map(str, near))}"
-
-
-def _fits(kernel: str, head_size: int) -> bool:
-    return (head_size % 8 == 0 and head_size <= 128) or (kernel == SPLASH and head_size % LANES == 0)

@@ -19,10 +19,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as pallas_mask
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import process_mask, process_mask_dkv
 
+from parallax.kernels import LANES
 from parallax.nn.weights import ATTENTION, keep
 from parallax.sharding import Layout
 
-LANES = 128  # of a TPU: block sizes of splash attention are multiples of this
 BLOCK = 512  # at most, queries by keys: a block's float32 scores take 1 MiB of the 16 that a kernel has at its disposal
 INTERPRET = False  # run the TPU kernel on a CPU, for tests
 
