@@ -23,38 +23,39 @@ from parallax.kernels import LANES
 from parallax.nn.weights import ATTENTION, keep
 from parallax.sharding import Layout
 
-BLOCK = 512  # at most, queries by keys: a block's float32 scores take 1 MiB of the 16 that a kernel has at its disposal
+BLOCK = 512  # queries and keys a step, at most: 1024 with a head size of 256 in float32 overflow a v5e's kernel memory
 INTERPRET = False  # run the TPU kernel on a CPU, for tests
 
 # Keys and values of all cp ranks
 
 
-def _whole(layout: Layout, a: jax.Array) -> jax.Array:
-    """A rank's part of a sequence, [B, S / cp, …], with those of the others, in the order of positions: [B, S, …]"""
+def _gather(layout: Layout, a: jax.Array) -> jax.Array:
+    """A rank's part of a sequence, [B, S / cp, …], with those of the others, in the order of positions: [B, S, …]. Its
+    gradients are summed over the ranks in float32."""
+    if layout.cp == 1:
+        return a
+
+    @jax.custom_vjp
+    def gather(a):
+        return _whole(a)
+
+    gather.defvjp(lambda a: (_whole(a), None), lambda _, d: (_part(layout.cp, d),))
+    return gather(a)
+
+
+def _whole(a: jax.Array) -> jax.Array:
     chunks = a.reshape(a.shape[0], 2, -1, *a.shape[2:])
     ranks = lax.all_gather(chunks, "cp")  # rank r holds chunks r and 2·cp - 1 - r
     ordered = jnp.concatenate([ranks[:, :, 0], ranks[::-1, :, 1]])
     return jnp.moveaxis(ordered, 0, 1).reshape(a.shape[0], -1, *a.shape[2:])
 
 
-def _part(layout: Layout, d: jax.Array) -> jax.Array:
-    """The transpose of `_whole`: summed over the ranks, in float32 as gradients are."""
-    chunks = jnp.moveaxis(d.astype(jnp.float32).reshape(d.shape[0], 2 * layout.cp, -1, *d.shape[2:]), 1, 0)
-    ranks = jnp.stack([chunks[: layout.cp], chunks[: layout.cp - 1 : -1]], 2)
+def _part(cp: int, d: jax.Array) -> jax.Array:
+    """The transpose of `_whole`."""
+    chunks = jnp.moveaxis(d.astype(jnp.float32).reshape(d.shape[0], 2 * cp, -1, *d.shape[2:]), 1, 0)
+    ranks = jnp.stack([chunks[:cp], chunks[: cp - 1 : -1]], 2)
     mine = lax.psum_scatter(ranks, "cp")
     return mine.reshape(d.shape[0], -1, *d.shape[2:]).astype(d.dtype)
-
-
-def _gather(layout: Layout, a: jax.Array) -> jax.Array:
-    if layout.cp == 1:
-        return a
-
-    @jax.custom_vjp
-    def gather(a):
-        return _whole(layout, a)
-
-    gather.defvjp(lambda a: (_whole(layout, a), None), lambda _, d: (_part(layout, d),))
-    return gather(a)
 
 
 # TPU
@@ -70,7 +71,7 @@ def splash(layout: Layout, q_BSHC, k_BSKC, v_BSKC, starts_BS: jax.Array | None) 
     k, v = (heads_first(_gather(layout, a)) for a in (k_BSKC, v_BSKC))
     documents = None
     if starts_BS is not None:
-        everywhere = starts_BS if layout.cp == 1 else _whole(layout, starts_BS)
+        everywhere = starts_BS if layout.cp == 1 else _whole(starts_BS)
         documents = pallas_splash.SegmentIds(starts_BS, everywhere)
     return heads_first(jax.vmap(kernel)(q, k, v, documents))
 
@@ -134,8 +135,12 @@ def _of_rank(layout: Layout, kernel: pallas_splash.SplashAttentionKernel) -> pal
 
 def cudnn(layout: Layout, q_BSHC, k_BSKC, v_BSKC) -> jax.Array:
     """Causal attention by cuDNN. Its causal mask is for as many queries as keys. A chunk of queries further down the
-    sequence goes with the keys up to its own last one, and with the mask written out, of queries by keys; how many
-    there are depends on the rank, which takes one branch of cp (there is no collective in them)."""
+    sequence goes with the keys up to its own last one, and with the mask written out: 2 bytes for each query and key,
+    and as many for a gradient that nobody reads. How many keys there are depends on the rank, which takes one branch
+    of cp (they hold no collective).
+
+    Checked: builds for H100, and on a CPU, with a stand-in for the custom call, all that is around it. Not checked, for
+    want of a GPU: the call's own numbers."""
 
     def by_rank(f, *operands):
         branches = [partial(f, layout.cp, rank) for rank in range(layout.cp)]

@@ -4,15 +4,17 @@ interpret mode. cuDNN's has a stand-in here, so that what is around it runs: its
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
-from parallax import nn
+from parallax import nn, program
 from parallax.config import Data, Log, Model, Parallel, RunConfig, Train
 from parallax.kernels import kernel_of
 from parallax.mesh import make_mesh
@@ -20,6 +22,8 @@ from parallax.model import REMAT
 from parallax.models import llama
 from parallax.nn import kernels
 from parallax.sharding import Layout
+from parallax.start import prepare
+from parallax.validate import resolve
 
 B, H, TP = 2, 4, 2
 TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-3}  # relative L2
@@ -138,14 +142,14 @@ def test_remat_none_keeps_what_spares_the_kernel_a_second_run(kernel, remat, mon
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     layout, x = Layout({}), jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     attend = {
-        "splash": lambda *qkv: kernels.splash(layout, *qkv, None),
-        "cudnn": lambda *qkv: kernels.cudnn(layout, *qkv),
+        "splash": lambda q, k, v: kernels.splash(layout, q, k, v, None),
+        "cudnn": partial(kernels.cudnn, layout),
     }
     kept = []
 
     def differentiate(*qkv):
         _, vjp = jax.vjp(jax.checkpoint(attend[kernel], policy=REMAT[remat]), *qkv)
-        tracers = [leaf for leaf in jax.tree.leaves(vjp) if isinstance(leaf, jax.core.Tracer)]
+        tracers = [leaf for leaf in jax.tree.leaves(vjp) if isinstance(leaf, Tracer)]
         kept.extend(leaf.shape for leaf in tracers if not any(leaf is a for a in qkv))
 
     jax.eval_shape(differentiate, x, x, x)
@@ -160,7 +164,7 @@ def test_the_mask_of_a_long_sequence_is_the_causal_one_in_the_order_of_the_ranks
     np.testing.assert_array_equal(kernel.fwd_mask_info.q_sequence, positions)
     causal = (positions[:, None] >= np.arange(S)).reshape(S // 128, 128, S // 128, 128)
     want = np.where(causal.all((1, 3)), 2, causal.any((1, 3)))  # 2: all is seen, 1: a part, 0: nothing
-    mask = kernel.fwd_mask_info.block_mask
+    mask: Any = kernel.fwd_mask_info.block_mask
     # blocks that are not visited are left out, and what remains of a row stands first
     for row, wanted in zip(mask[0], want, strict=True):
         assert [block for block in row if block] == [block for block in wanted if block]
@@ -233,6 +237,18 @@ def test_why_attention_runs_blockwise(platform, shape, config, reason):
         "blockwise",
         f"attention runs blockwise, slower than {name}: {reason}",
     )
+
+
+def test_a_run_says_why_when_it_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program, "kernel_of", lambda *_: ("blockwise", "attention runs blockwise, and why"))
+    run = tmp_path / "run.toml"
+    run.write_text(
+        'model.name = "llama-tiny"\ndata.source = "synthetic"\n'
+        "train = {steps = 1, seq_len = 16, global_batch_size = 1}\n"
+        f'log.dir = "{tmp_path}/run"\n'
+    )
+    prepare(resolve(run), resume=False)
+    assert capsys.readouterr().err == "warning: attention runs blockwise, and why\n"
 
 
 def test_head_sizes_that_differ_run_blockwise():
