@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -275,14 +276,15 @@ class _Rank:
     def _layer_vjp(self, weights, x_BSD, context):
         """→ y, the residuals to keep, and a function from such residuals to the layer's vjp.
 
-        A residual that *is* a weight or a part of the context (the same tracer) is not kept: it is there anyway."""
+        A residual that *is* a weight or a part of the context (the same tracer), or a constant, is not kept: it is
+        there anyway."""
         y_BSD, vjp = jax.vjp(lambda w, x_BSD: self.model.block(w, x_BSD, context), weights, x_BSD)
         leaves, structure = jax.tree.flatten(vjp)
         at_hand = jax.tree.leaves((weights, context))
         kept: list[jax.Array] = []
         source = []  # of each leaf: an array at hand, or an index into `kept`
         for leaf in leaves:
-            if not any(leaf is a for a in (*at_hand, *kept)):
+            if isinstance(leaf, Tracer) and not any(leaf is a for a in (*at_hand, *kept)):
                 kept.append(leaf)
             source.append(next((i for i, a in enumerate(kept) if a is leaf), leaf))
         matrices = {w.shape for w in jax.tree.leaves(weights) if w.ndim > 1}

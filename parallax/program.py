@@ -16,6 +16,7 @@ from jax.stages import Wrapped
 
 from parallax import data
 from parallax.config import RunConfig
+from parallax.kernels import kernel_of
 from parallax.layout import axis_sizes, kept_whole
 from parallax.model import Model
 from parallax.optimizer import ShardedAdamW, TrainState
@@ -44,11 +45,11 @@ class StepMetrics(NamedTuple):
     finite: Leaf
 
 
-def layout_of(config: RunConfig, model: Model) -> Layout:
-    """What the run file's [parallel] section means for this model."""
+def layout_of(config: RunConfig, model: Model, kernel: str) -> Layout:
+    """What the run file's [parallel] section means for this model, with attention by this kernel."""
     parallel = config.parallel
     whole = kept_whole(parallel, model.shape.layers)
-    return Layout(axis_sizes(parallel), whole, parallel.sequence_parallel, parallel.context)
+    return Layout(axis_sizes(parallel), whole, parallel.sequence_parallel, parallel.context, kernel)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +61,13 @@ class Program:
     mesh: Mesh
 
     @cached_property
+    def kernel(self) -> tuple[str, str | None]:
+        """The attention kernel of the mesh's devices, and why it is not their own (see `kernel_of`)."""
+        return kernel_of(self.mesh.devices.flat[0].platform, self.model.shape, self.config)
+
+    @cached_property
     def layout(self) -> Layout:
-        return layout_of(self.config, self.model)
+        return layout_of(self.config, self.model, self.kernel[0])
 
     @cached_property
     def table(self) -> TickTable:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from parallax.kernels import BLOCKWISE
 from parallax.layout import Sizes
 
 Leaf = Any  # an array, or what stands in its place in a tree of specs, shardings or shapes
@@ -29,6 +30,7 @@ class Layout(Sizes):
 
     sequence_parallel: bool = True
     context: str = "ring"  # how attention sees the other cp ranks' keys and values; or "all_gather"
+    kernel: str = BLOCKWISE  # what computes attention (`parallax.kernels`)
 
     def spec(self, axes: tuple[str, ...]) -> P:
         """The PartitionSpec of a weight whose dimensions have these logical names."""

@@ -63,6 +63,8 @@ def prepare(resolved: Resolved, resume: bool) -> Start:
     program = Program(config, model, _mesh(resolved))
     if config.parallel.schedule not in SCHEDULES and (warning := lockstep_warning(program.table)):
         say(f"warning: {warning}")
+    if warning := program.kernel[1]:
+        say(f"warning: {warning}")
     facts |= {"data": data.fingerprint}
     return Start(resolved, program, data, checkpoints, saved["step"], saved["samples"], resume, facts)
 

@@ -1,7 +1,8 @@
-"""Causal attention with grouped queries and a split sequence: a blockwise reference that runs anywhere.
+"""Causal attention with grouped queries and a split sequence: by the kernel of the platform (`parallax.nn.kernels`), or
+by a blockwise core that runs anywhere and is the reference.
 
-The softmax runs over blocks of keys with running sums, and the backward is written by hand from the saved output and
-log-sum-exp (Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4): memory is linear in the sequence, and
+In that core the softmax runs over blocks of keys with running sums, and the backward is written by hand from the saved
+output and log-sum-exp (Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4): memory is linear in the sequence, and
 `train.remat = none` keeps two small arrays and not the scores.
 
 Under context parallelism a rank holds two chunks of the sequence, one from either end (`Layout.positions`), so that all
@@ -23,6 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from parallax.kernels import CUDNN, SPLASH
+from parallax.nn.kernels import cudnn, splash
 from parallax.nn.weights import ATTENTION, keep
 from parallax.sharding import Layout, current, ring_shift, tensor_map
 
@@ -41,13 +44,13 @@ class Positions(NamedTuple):
 
 
 def attention(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, positions: Positions) -> jax.Array:
-    """softmax(q kᵀ / √C, causal) v → [B, S, H, C].
+    """softmax(q kᵀ / √C, causal) v → [B, S, H, C], of the head size of v where that is another.
 
     Inside the pipeline this runs in a map over tp by hand, so that a kernel sees its own heads only. Where tp exceeds
     the number of key/value heads these are whole on every rank, and a rank picks the one that its queries read."""
     layout = current()
     if layout is None:
-        return _attend(None, q_BSHC, k_BSKC, v_BSKC, positions)
+        return _blockwise(None, q_BSHC, k_BSKC, v_BSKC, positions)
     kv_whole = "kv_heads" in layout.replicated
     kv_heads = k_BSKC.shape[2]
 
@@ -55,25 +58,29 @@ def attention(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, positions
         if kv_whole:
             mine = lax.axis_index("tp") * kv_heads // layout.tp
             k, v = (lax.dynamic_slice_in_dim(a, mine, 1, axis=2) for a in (k, v))
-        return _attend(layout if layout.cp > 1 else None, q, k, v, positions)
+        if layout.kernel == SPLASH:
+            return splash(layout, q, k, v, positions.starts_BS)
+        if layout.kernel == CUDNN:
+            return cudnn(layout, q, k, v)
+        return _blockwise(layout if layout.cp > 1 else None, q, k, v, positions)
 
     heads = P(None, None, "tp", None)
     kv = P() if kv_whole else heads
     return tensor_map(local, (heads, kv, kv, P()), heads)(q_BSHC, k_BSKC, v_BSKC, positions)
 
 
-def _attend(layout: Layout | None, q_BSHC, k_BSKC, v_BSKC, positions: Positions):
+def _blockwise(layout: Layout | None, q_BSHC, k_BSKC, v_BSKC, positions: Positions):
     """`layout` is None where this rank holds the whole sequence."""
     B, S, H, C = q_BSHC.shape
     K, N = k_BSKC.shape[2], 1 if layout is None else 2
     q = q_BSHC.reshape(B, N, S // N, K, H // K, C).transpose(1, 0, 3, 4, 2, 5)
-    k, v = (a.reshape(B, N, S // N, K, C).transpose(1, 0, 3, 2, 4) for a in (k_BSKC, v_BSKC))
+    k, v = (a.reshape(B, N, S // N, K, -1).transpose(1, 0, 3, 2, 4) for a in (k_BSKC, v_BSKC))
     starts = positions.starts_BS
     chunks = Positions(
         positions.positions_S.reshape(N, -1),
         None if starts is None else starts.reshape(B, N, -1).swapaxes(0, 1),
     )
-    return _core(layout, q, k, v, chunks).transpose(1, 0, 4, 2, 3, 5).reshape(B, S, H, C)
+    return _core(layout, q, k, v, chunks).transpose(1, 0, 4, 2, 3, 5).reshape(B, S, H, -1)
 
 
 def _core(layout: Layout | None, q, k, v, positions: Positions):
@@ -198,7 +205,7 @@ def _gradients(q, k, v, positions: Positions, k_positions, lse, delta, dout):
 
     start = jnp.zeros(q.shape, jnp.float32)
     dq, (dk, dv) = lax.scan(block, start, _blocks(k, v, k_positions))
-    joined = lambda x: jnp.moveaxis(x, 0, 2).reshape(*k.shape[:2], -1, k.shape[-1])[:, :, : k.shape[2]]
+    joined = lambda x: jnp.moveaxis(x, 0, 2).reshape(*k.shape[:2], -1, x.shape[-1])[:, :, : k.shape[2]]
     return dq, joined(dk), joined(dv)
 
 
@@ -208,7 +215,7 @@ def _gradients(q, k, v, positions: Positions, k_positions, lse, delta, dout):
 def _forward(layout, q, k, v, positions: Positions):
     """→ out, as q, and the log-sum-exp of the scores, float32 [N, B, K, G, S]"""
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
-    sums = _Sums(zeros, zeros + _MASKED, jnp.zeros(q.shape, jnp.float32))
+    sums = _Sums(zeros, zeros + _MASKED, jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32))
     for visit in _visits(layout, k, v, positions.positions_S):
         for i, j in visit.pairs:
             mine, q_i, positions_i = jax.tree.map(lambda x, i=i: x[i], (sums, q, positions))
@@ -223,7 +230,7 @@ def _backward(layout, q, k, v, positions: Positions, out, lse, dout):
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
     dq, d_kv = jnp.zeros(q.shape, jnp.float32), []
     for visit in _visits(layout, k, v, positions.positions_S):
-        here = [jnp.zeros(visit.k.shape, jnp.float32)] * 2
+        here = [jnp.zeros(a.shape, jnp.float32) for a in (visit.k, visit.v)]
         for i, j in visit.pairs:
             of_queries = jax.tree.map(lambda x, i=i: x[i], (q, positions, lse, delta, dout))
             q_i, positions_i, *rest = of_queries

@@ -134,7 +134,7 @@ def test_the_program_does_not_grow_with_layers():
 
 
 TPU_BUILD = """
-import collections, json, jax
+import json, re
 from jax.experimental import topologies
 from programs import compile_step, program
 from parallax.config import Parallel
@@ -144,15 +144,17 @@ built = program(
     Parallel(dp=2, pp=2, tp=2, virtual_stages=2, schedule="interleaved"), 4, devices=devices, precision="bfloat16",
     seq_len=256, width=512, ff=1024,
 )
-found = collectives(compile_step(built).as_text(), dict(built.mesh.shape))
-print(json.dumps([[c.kind, c.axes, [l.trips for l in c.loops]] for c in found]))
+text = compile_step(built).as_text()
+found = [[c.kind, c.axes, [l.trips for l in c.loops]] for c in collectives(text, dict(built.mesh.shape))]
+calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+print(json.dumps({"collectives": found, "kernels": [re.search(r"splash_mha_([a-z]+)", c).group(1) for c in calls]}))
 """
 
 
 @pytest.mark.skipif(
     find_spec("libtpu") is None, reason="NOT RUN: libtpu is not installed (pip install parallax-train[tpu-aot])"
 )
-def test_tpu_build_gathers_and_scatters_over_tp():
+def test_tpu_build_gathers_and_scatters_over_tp_around_splash_attention():
     """In a process of its own: a TPU that is not there, and a partitioner that may abort"""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -162,9 +164,12 @@ def test_tpu_build_gathers_and_scatters_over_tp():
     }
     done = subprocess.run([sys.executable, "-c", TPU_BUILD], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    built = json.loads(done.stdout)
+    found = built["collectives"]
     layers = 2  # of a chunk: the trips of the innermost loops
     in_layers = Counter(kind for kind, axes, trips in found if axes == ["tp"] and trips[1:] == [layers])
     # forward and backward of a layer stand twice in the program: in the steady ticks, and in warm-up or cool-down
     assert (in_layers["all-gather"], in_layers["reduce-scatter"]) == (2 * 6, 2 * 5), in_layers
     assert not [kind for kind, axes, trips in found if "dp" in axes and len(trips) > 1]
+    # likewise the kernels, and the forward's once more in the backward, as full remat has it
+    assert Counter(built["kernels"]) == {"fwd": 2 * 2, "dq": 2, "dkv": 2}

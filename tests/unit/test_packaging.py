@@ -33,7 +33,7 @@ LAYERS = (
     ("sharding",),
     ("plan",),
     ("batch_size", "text", "validate"),
-    ("rules",),
+    ("kernels", "rules"),
     ("machine", "model_files"),
     ("layout",),
     ("schedule", "config"),
@@ -43,6 +43,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_JAX = (
     *("aot.command", "aot.simulate", "aot.traffic", "aot.warn"),
     *("batch_size", "checkpoint", "checkpoint_command", "chunks", "cli", "config", "echoes", "environment", "hlo"),
+    "kernels",
     *("layout", "machine", "output", "plan", "plan.command", "plan.estimate_command", "rules", "schedule", "shape"),
     *("signals", "stages", "text", "translate", "validate", "version"),
 )
