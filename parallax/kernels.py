@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parallax.config import RunConfig, either
+from parallax.config import Parallel, Train, either
 from parallax.shape import ModelShape
 
 SPLASH, CUDNN, BLOCKWISE = "splash", "cudnn", "blockwise"
@@ -15,19 +15,24 @@ LANES = 128  # of a TPU: splash attention works on blocks of a multiple of this
 HEAD_SIZES = {CUDNN: range(8, 129, 8), SPLASH: (*range(8, 128, 8), *range(LANES, 513, LANES))}
 
 
-def kernel_of(platform: str, shape: ModelShape, config: RunConfig) -> tuple[str, str | None]:
+def kernel_of(
+    platform: str, shape: ModelShape, parallel: Parallel, train: Train, isolate_documents: bool = False
+) -> tuple[str, str | None]:
     """The kernel of a run's attention on devices of a platform. Where it is not the platform's own, the second item is
     a line with every reason and what would change it."""
     kernel = KERNELS.get(platform, BLOCKWISE)
-    reasons = [] if kernel == BLOCKWISE else list(dict.fromkeys(_reasons(kernel, shape, config)))
+    reasons = (
+        [] if kernel == BLOCKWISE else list(dict.fromkeys(_reasons(kernel, shape, parallel, train, isolate_documents)))
+    )
     if not reasons:
         return kernel, None
     return BLOCKWISE, f"attention runs blockwise, slower than {NAMES[kernel]}: {'; '.join(reasons)}"
 
 
-def _reasons(kernel: str, shape: ModelShape, config: RunConfig) -> Iterator[str]:
+def _reasons(
+    kernel: str, shape: ModelShape, parallel: Parallel, train: Train, isolate_documents: bool
+) -> Iterator[str]:
     """Why a kernel does not serve, each with the nearest values that do."""
-    parallel, train = config.parallel, config.train
     for layer, _ in shape.kinds:
         if layer.value_head_size not in (0, layer.head_size):
             yield f"the head size {layer.head_size} of keys must be that of values, {layer.value_head_size}"
@@ -37,7 +42,7 @@ def _reasons(kernel: str, shape: ModelShape, config: RunConfig) -> Iterator[str]
             yield f"the head size {size} must be {rule}; use {either(map(str, below[-1:] + above[:1]))}"
     if kernel == CUDNN and train.precision == "float32":
         yield 'train.precision = "float32" is not for it; use "bfloat16"'
-    if kernel == CUDNN and config.data.isolate_documents:
+    if kernel == CUDNN and isolate_documents:
         yield "data.isolate_documents = true is not for it, whose mask is causal and no more; use false"
     if parallel.cp > 1 and parallel.context == "ring":
         yield 'parallel.context = "ring" is not for it; use "all_gather"'

@@ -63,7 +63,8 @@ class Program:
     @cached_property
     def kernel(self) -> tuple[str, str | None]:
         """The attention kernel of the mesh's devices, and why it is not their own (see `kernel_of`)."""
-        return kernel_of(self.mesh.devices.flat[0].platform, self.model.shape, self.config)
+        config, platform = self.config, self.mesh.devices.flat[0].platform
+        return kernel_of(platform, self.model.shape, config.parallel, config.train, config.data.isolate_documents)
 
     @cached_property
     def layout(self) -> Layout:

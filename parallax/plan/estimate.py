@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallax.config import Parallel, Train
+from parallax.kernels import kernel_of
 from parallax.layout import AXES
 from parallax.machine import Machine
 from parallax.plan.costs import Costs
@@ -72,6 +73,15 @@ class Estimate:
         return self.peak_bytes <= hbm if hbm else None
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What slows a layout down without need."""
+        job = self.job
+        if self.framework != "parallax":
+            return ()
+        _, reason = kernel_of(job.machine.platform, job.shape, job.parallel, job.train)
+        return (reason,) if reason else ()
+
+    @property
     def step_time_s(self) -> float:
         assert self.time is not None
         return self.time.total
@@ -106,7 +116,8 @@ def uses_scores(machine: Machine) -> bool:
 
 def memory_of(job: Job, framework: str = "parallax") -> tuple[dict[str, float], ...]:
     if framework == "parallax":
-        return own_memory(job.shape, job.parallel, job.train)
+        kernel, _ = kernel_of(job.machine.platform, job.shape, job.parallel, job.train)
+        return own_memory(job.shape, job.parallel, job.train, kernel)
     return megatron_memory(job.shape, job.parallel, job.train, uses_scores(job.machine))
 
 
@@ -168,6 +179,7 @@ def to_json(estimate: Estimate) -> dict[str, Any]:
         "hbm_gib": job.machine.hbm_bytes / GIB if job.machine.hbm_bytes else None,
         "stages": stages,
         "time_s": time and time.items,
+        "notes": list(estimate.notes),
         "communication_s": time and {axis: {"total": a, "exposed": b} for axis, (a, b) in time.communication.items()},
     }
 

@@ -90,6 +90,7 @@ class Work(NamedTuple):
     remat: str
     sequence_parallel: bool
     context: str = "ring"
+    fused: bool = True  # attention is one kernel, where the software has one
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,13 +135,17 @@ def layer_time(costs: Costs, software: Software, layer: LayerShape, sizes: Sizes
         elements += count * k * m
 
     heads, C, Cv = layer.heads / tp, layer.head_size, layer.value_head_size or layer.head_size
-    if software.scores:
+    if software.scores or not work.fused:
         scores = layer.heads * work.batch * work.seq_len**2 / (tp * cp)
         products = matmul(work.seq_len / cp, C, work.seq_len, work.batch * heads) + matmul(
             work.seq_len / cp, work.seq_len, Cv, work.batch * heads
         )
-        # softmax with scale and mask (2 read, 2 written), dropout (2, 2 and a mask of 1); its backward reads one more
-        attention = products + costs.memory(9 * scores), 2 * products + costs.memory(11 * scores)
+        # softmax with scale and mask (2 read, 2 written), dropout (2, 2 and a mask of 1); its backward reads one more.
+        # Blockwise, as XLA fuses it: float32 scores written and read, their exponentials written or read by the product;
+        # in the backward worked out anew, and as much again for their gradient.
+        passes = (9, 11) if software.scores else (9, 22)
+        again = 0 if software.scores else products
+        attention = products + costs.memory(passes[0] * scores), 2 * products + again + costs.memory(passes[1] * scores)
     else:
         flops = layer.attention_flops_per_token(work.seq_len) * n / tp
         attention = costs.attention(flops), costs.attention(2.5 * flops)  # 5 products for 2 (arXiv 2307.08691, 3.1)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from parallax.chunks import loss_chunks
 from parallax.config import SCHEDULES, Parallel, Train
+from parallax.kernels import BLOCKWISE, CUDNN
 from parallax.layout import Sizes, kept_whole
 from parallax.schedule.buffers import buffers
 from parallax.schedule.order import make_schedule
@@ -47,6 +48,7 @@ class _Split(NamedTuple):
     sequence: int  # parts of the sequence between layers: tp under sequence parallelism, else 1
     whole: frozenset[str]  # logical axes that tp does not split
     context: str
+    kernel: str  # of attention
 
     def local(self, weight: Weight, pp: int = 1) -> tuple[int, ...]:
         return _local(weight, pp, self.ep, self.tp, self.whole)
@@ -66,7 +68,9 @@ class _Work(NamedTuple):
         return self.batch * self.seq_len
 
 
-def own_memory(shape: ModelShape, parallel: Parallel, train: Train) -> tuple[dict[str, float], ...]:
+def own_memory(
+    shape: ModelShape, parallel: Parallel, train: Train, kernel: str = BLOCKWISE
+) -> tuple[dict[str, float], ...]:
     """Bytes on one device, by item, of each pipeline rank; the ranks share one dictionary, being equal.
 
     - `weights`, in `train.precision`; float32 `masters` and `moments`, sharded over the replicas with zero = 1. In
@@ -79,12 +83,14 @@ def own_memory(shape: ModelShape, parallel: Parallel, train: Train) -> tuple[dic
       layer's backward and the embedding's gradient use the same memory, one after the other; with more than one
       replica there are also the reduced gradients of the blocks and a copy of the embedding and head.
 
+    `kernel` is that of attention (see `parallax.kernels`).
+
     Where layers differ, one program serves all ranks: a place of a chunk is as large as the largest that a rank puts
     there. Takes for granted that the layout is one that `parallax.rules` lets pass. Raises ScheduleError where a
     schedule's file does not fit it."""
     pp, v, ep, tp, cp = parallel.pp, parallel.virtual_stages, parallel.ep, parallel.tp, parallel.cp
     layers: Layers = tuple((_kind(layer), len(list(run))) for layer, run in groupby(shape.layers))
-    split = _Split(ep, tp, cp, tp if parallel.sequence_parallel else 1, _whole(layers, tp), parallel.context)
+    split = _Split(ep, tp, cp, tp if parallel.sequence_parallel else 1, _whole(layers, tp), parallel.context, kernel)
     work = _Work(train.micro_batch_size, train.seq_len // cp, shape.width, BYTES[train.precision], train.remat)
     replicas = (parallel.dp * ep * cp, parallel.dp * cp)
     shards = replicas if parallel.zero else (1, 1)
@@ -255,6 +261,8 @@ def _attention_backward(layer: LayerShape, split: _Split, work: _Work) -> int:
     kv_heads = 1 if "kv_heads" in split.whole else layer.kv_heads // split.tp
     C, C_v = layer.head_size, layer.value_head_size or layer.head_size
     q, out, kv = heads * C, heads * C_v, kv_heads * (C + C_v)
+    if split.kernel != BLOCKWISE:
+        return _kernel_backward(split, work, heads, q, out, kv)
     chunk = work.seq_len // (2 if cp > 1 else 1)
     keys = work.seq_len * cp if split.context == "all_gather" else chunk
     block = -(-keys // -(-keys // KEYS))
@@ -266,3 +274,13 @@ def _attention_backward(layer: LayerShape, split: _Split, work: _Work) -> int:
     else:
         held, summed = (1 + cp) * kv, q + 2 * cp * kv
     return T * (e * (q + 2 * out + held) + 4 * summed) + scores
+
+
+def _kernel_backward(split: _Split, work: _Work, heads: int, q: int, out: int, kv: int) -> int:
+    """Of a fused kernel: queries, output and its gradient, keys and values, and the three gradients, in e bytes; two
+    float32 a query and head (log-sum-exp, and the product of output and gradient). Gathered over cp, keys and values
+    and their gradients of the whole sequence; and for cuDNN, whose mask is data there, two of a chunk of queries."""
+    T, e, cp = work.tokens, work.element, split.cp
+    whole = cp * kv if cp > 1 else 0
+    mask = 2 * e * work.seq_len // 2 * work.seq_len * cp if split.kernel == CUDNN and cp > 1 else 0
+    return T * (e * (2 * q + 2 * out + 2 * kv + 2 * whole) + 8 * heads) + mask

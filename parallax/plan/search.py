@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 from parallax.config import Parallel, Train
+from parallax.kernels import kernel_of
 from parallax.layout import AXES
 from parallax.machine import Machine
 from parallax.plan.costs import Costs
@@ -134,7 +135,8 @@ def _price_remats(request: Request, times: LayerTimes, parallel: Parallel, micro
         if not request.allows("remat", remat):
             continue
         train = train_of(request, micro, remat)
-        memory = sum(own_memory(request.shape, parallel, train)[0].values())
+        kernel, _ = kernel_of(request.machine.platform, request.shape, parallel, train)
+        memory = sum(own_memory(request.shape, parallel, train, kernel)[0].values())
         if memory > FAR_TOO_LARGE * request.machine.hbm_bytes and remat != REMATS[-1]:
             continue
         yield Candidate(parallel, train, memory, own_step(times, request.shape, parallel, train).total)

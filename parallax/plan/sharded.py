@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from parallax.kernels import kernel_of
 from parallax.plan.costs import Costs
 from parallax.plan.layer import PARALLAX, LayerTimes
 from parallax.plan.memory import own_memory
@@ -48,7 +49,8 @@ def fully_sharded(request: Request) -> Sharded | None:
         for micro in micro_batches(dense, parallel.dp):
             for remat in ("none", "selective", "full"):
                 train = train_of(dense, micro, remat)
-                items = own_memory(shape, parallel, train)[0]
+                kernel, _ = kernel_of(request.machine.platform, shape, parallel, train)
+                items = own_memory(shape, parallel, train, kernel)[0]
                 held = sum(items[name] for name in ("stash", "inboxes", "logits", "workspace"))
                 memory = 18 * elements / replicas + 2 * (costs.item + 4) * layer + held
                 if memory > request.budget_bytes:

@@ -65,6 +65,7 @@ def estimate_view(estimate: Estimate, width: int = WIDE) -> RenderableType:
     head.append(f"{where}; {job.microbatches} microbatches of {job.train.micro_batch_size} x {job.train.seq_len}, ", "")
     head.append(f"{job.train.precision}, remat {job.train.remat}\n", "")
     parts: list[RenderableType] = [head, _verdict(estimate), Text(), _stages(estimate, width)]
+    parts += [Text(f"note: {note}", "yellow") for note in estimate.notes]
     if estimate.time is None:
         parts += [Text(), Text(f"no time: {machine.name} has no speed of its own; use a mesh of real devices")]
     else:

@@ -9,6 +9,7 @@ from functools import cache
 
 from parallax.chunks import loss_chunks
 from parallax.config import SCHEDULES, Parallel, Train
+from parallax.kernels import BLOCKWISE, kernel_of
 from parallax.layout import Sizes, axis_sizes, kept_whole
 from parallax.plan.costs import Costs
 from parallax.plan.layer import NOTHING, LayerTime, LayerTimes, Work
@@ -45,9 +46,9 @@ def device_sizes(parallel: Parallel, shape: ModelShape) -> Sizes:
     return Sizes(axis_sizes(parallel), kept_whole(parallel, (kind for kind, _ in shape.kinds)))
 
 
-def work_of(parallel: Parallel, train: Train, width: int) -> Work:
+def work_of(parallel: Parallel, train: Train, width: int, fused: bool = True) -> Work:
     sequence_parallel = parallel.sequence_parallel and parallel.tp > 1
-    return Work(train.micro_batch_size, train.seq_len, width, train.remat, sequence_parallel, parallel.context)
+    return Work(train.micro_batch_size, train.seq_len, width, train.remat, sequence_parallel, parallel.context, fused)
 
 
 def own_step(times: LayerTimes, shape: ModelShape, parallel: Parallel, train: Train) -> StepTime:
@@ -55,7 +56,8 @@ def own_step(times: LayerTimes, shape: ModelShape, parallel: Parallel, train: Tr
     phases (m + v·p - 1 where m < p), each as long as that of the fullest chunk (docs/pipeline.md). The vocabulary is
     shared by all ranks; gradients are reduced, states updated and weights gathered once, after the last tick."""
     costs, pp, v, m = times.costs, parallel.pp, parallel.virtual_stages, microbatches(parallel, train)
-    sizes, work = device_sizes(parallel, shape), work_of(parallel, train, shape.width)
+    fused = kernel_of(costs.machine.platform, shape, parallel, train)[0] != BLOCKWISE
+    sizes, work = device_sizes(parallel, shape), work_of(parallel, train, shape.width, fused)
     kernel_s = costs.efficiency.kernel_s
     time_of = {kind: times(kind, sizes, work) for kind, _ in shape.kinds}
     real, again = NOTHING, NOTHING

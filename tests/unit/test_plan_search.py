@@ -175,9 +175,8 @@ def test_fully_sharded_weights_hold_their_share():
     request = Request(small(), H100, 8, 2048, 64, pins={"tp": 1, "cp": 1, "micro_batch_size": 1, "remat": "none"})
     sharded = fully_sharded(request)
     assert sharded and (sharded.dp, sharded.tp, sharded.remat) == (8, 1, "none")
-    items = own_memory(request.shape, Parallel(dp=8), Train(steps=1, seq_len=2048, global_batch_size=64, remat="none"))[
-        0
-    ]
+    train = Train(steps=1, seq_len=2048, global_batch_size=64, remat="none")
+    items = own_memory(request.shape, Parallel(dp=8), train, "cudnn")[0]
     held = sum(items[name] for name in ("stash", "inboxes", "logits", "workspace"))
     states = 18 * request.shape.parameters / 8 + 12 * request.shape.parameters / 6
     assert sharded.memory_bytes - held == pytest.approx(states, rel=1e-3)
