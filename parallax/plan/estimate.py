@@ -179,8 +179,8 @@ def to_json(estimate: Estimate) -> dict[str, Any]:
         "hbm_gib": job.machine.hbm_bytes / GIB if job.machine.hbm_bytes else None,
         "stages": stages,
         "time_s": time and time.items,
-        "notes": list(estimate.notes),
         "communication_s": time and {axis: {"total": a, "exposed": b} for axis, (a, b) in time.communication.items()},
+        "notes": list(estimate.notes),
     }
 
 

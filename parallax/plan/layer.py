@@ -141,8 +141,8 @@ def layer_time(costs: Costs, software: Software, layer: LayerShape, sizes: Sizes
             work.seq_len / cp, work.seq_len, Cv, work.batch * heads
         )
         # softmax with scale and mask (2 read, 2 written), dropout (2, 2 and a mask of 1); its backward reads one more.
-        # Blockwise, as XLA fuses it: float32 scores written and read, their exponentials written or read by the product;
-        # in the backward worked out anew, and as much again for their gradient.
+        # Blockwise, as XLA fuses it: float32 scores written and read, exponentials written or read by products; in
+        # the backward worked out anew, and as much again for their gradient.
         passes = (9, 11) if software.scores else (9, 22)
         again = 0 if software.scores else products
         attention = products + costs.memory(passes[0] * scores), 2 * products + again + costs.memory(passes[1] * scores)

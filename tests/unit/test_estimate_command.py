@@ -115,7 +115,7 @@ def adds_up(found: dict[str, Any]) -> None:
 def test_json(facts: Facts, words: tuple[str, ...]):
     found = facts(*words)
     expected = "model parameters mesh framework devices parallel train microbatches step_time_s tokens_per_s mfu hfu "
-    expected += "mfu_flops hfu_flops fits memory_gib hbm_gib stages time_s communication_s"
+    expected += "mfu_flops hfu_flops fits memory_gib hbm_gib stages time_s communication_s notes"
     assert list(found) == expected.split()
     assert (found["model"], found["mesh"], found["devices"]) == ("llama3-70b", "h100-sxm", 64)
     assert (found["microbatches"], len(found["stages"])) == (256, 4)
