@@ -18,18 +18,9 @@ from parallax.machine import load_machine
 from parallax.plan.estimate import Estimate, estimate
 from parallax.plan.explain import Step
 from parallax.plan.job import load_shape
-from parallax.plan.page import (
-    COLOURS,
-    MEMORY_NAMES,
-    MOST_POINTS,
-    drawn_size,
-    layout_words,
-    memory_scale,
-    pareto_front,
-    plan_page,
-    thinned,
-    time_scale,
-)
+from parallax.plan.page import drawn_size, layout_words, plan_page
+from parallax.plan.page_style import COLOURS, MEMORY_NAMES, memory_scale, time_scale
+from parallax.plan.scatter import MOST_POINTS, pareto_front, thinned
 from parallax.plan.search import Candidate, Found, Request, search
 from parallax.plan.show import NAMES
 from parallax.schedule import bubble_formula, make_schedule, tick_table
