@@ -244,3 +244,35 @@ def test_a_tpu_build_is_read(run_file, capsys, tmp_path: Path):
 def test_a_build_error_carries_what_it_needs():
     assert BuildError("x", 1.0).needs_bytes == 1.0 and BuildError("x").needs_bytes is None
     assert Built(1.0, 2, 3, 4, "", (), "").peak_bytes == 9
+
+
+@pytest.mark.slow  # the plugin and its libraries are 2.5 GB: `make test` does not install them
+@pytest.mark.skipif(
+    missing(load_machine(MeshChoice(name="h100-sxm"))) is not None,
+    reason="NOT RUN: jax's CUDA plugin is not installed (pip install parallax-train[cuda-aot])",
+)
+def test_a_gpu_builds_traffic_is_what_the_sizes_say(run_file, capsys):
+    """dp2·pp2·tp2·cp2 for 16 H100, byte for byte: sends of the pipeline, activations that the vocabulary shares, softmax
+    sums, one reduction of each gradient and one gathering of each weight."""
+    D, H, K, C, F, V, L = 512, 8, 4, 64, 1536, 1024, 8
+    dp = pp = tp = cp = 2
+    S, m = 1024, 4
+    words = f"model.width={D} model.heads={H} model.kv_heads={K} model.ff={F} model.vocab_size={V} model.layers={L} "
+    words += f"parallel.cp={cp} parallel.virtual_stages=1 parallel.schedule=1f1b train.seq_len={S} "
+    words += f"train.global_batch_size={m * dp} --target h100-sxm --json"
+    assert main(["compile", run_file, *words.split()]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    found: dict[tuple[str, str], int] = {}
+    for row in facts["collectives"]:
+        key = "·".join(row["axes"]), row["kind"]
+        found[key] = found.get(key, 0) + row["bytes"]
+    tokens, bf16, f32 = S // cp, 2, 4
+    between = tokens // tp * D * bf16
+    layer = D * H * C + 2 * D * K * C + H * C * D + 3 * D * F
+    local = L // pp * (layer // tp + 2 * D) + 2 * V * D // (pp * tp) + D
+    assert found["pp", "collective-permute"] == 2 * (m + pp - 1) * between
+    assert found["pp", "all-reduce"] == 4 * m * between
+    assert found["pp·tp", "all-reduce"] == 3 * m * tokens * f32
+    assert found["dp·cp", "reduce-scatter"] == local * f32 // (dp * cp)
+    assert found["dp·cp", "all-gather"] == local * bf16
+    assert facts["warnings"] == []
