@@ -7,9 +7,8 @@ on-chip memory, and the gathers of its sparse cores, by the bytes of their resul
 one that the compiler marks as synchronous, holds up the compute stream.
 
 A loop's body is walked once, with streams that are free when it begins, and counts as often as it turns. What was
-started before a loop runs on beside it. Of a conditional the longest branch counts in the step, and every branch has
-its events. Every rank runs the same program, so that one stands for all: no rank waits for another longer than the
-collectives take.
+started before a loop runs on beside it. Of a conditional the longest branch counts, and no other. Every rank runs the
+same program, so that one stands for all: no rank waits for another longer than the collectives take.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from operator import itemgetter
 
 from parallax.aot.roofline import FREE, NOTHING, Roofline, Work
 from parallax.aot.turns import Turns
@@ -105,11 +105,23 @@ class _Walk:
             for inner in instruction.called:
                 clock.now += self.computation(inner, turns, loops)
         elif instruction.op == "conditional":
-            clock.now += max(self.computation(inner, turns, loops) for inner in instruction.called)
+            seconds, events = max(
+                (self._branch(inner, turns, loops) for inner in instruction.called), key=itemgetter(0)
+            )
+            clock.now += seconds
+            self.events += events
         elif instruction.op not in FREE:
             work = self.roofline.work(computation, instruction)
             clock.now += work.total_s
             self.events.append(Event(instruction, turns, work.total_s, work.total_s, work))
+
+    def _branch(self, name: str, turns: Fraction, loops: tuple[Loop, ...]) -> tuple[float, list[Event]]:
+        """Seconds of a branch and its events, which are not among all others yet."""
+        before = len(self.events)
+        seconds = self.computation(name, turns, loops)
+        events = self.events[before:]
+        del self.events[before:]
+        return seconds, events
 
     def _start(
         self, instruction: Instruction, clock: _Clock, stream: str, seconds: float, one: Collective | None

@@ -252,8 +252,8 @@ def test_a_build_error_carries_what_it_needs():
     reason="NOT RUN: jax's CUDA plugin is not installed (pip install parallax-train[cuda-aot])",
 )
 def test_a_gpu_builds_traffic_is_what_the_sizes_say(run_file, capsys):
-    """dp2·pp2·tp2·cp2 for 16 H100, byte for byte: sends of the pipeline, activations that the vocabulary shares, softmax
-    sums, one reduction of each gradient and one gathering of each weight."""
+    """dp2·pp2·tp2·cp2 for 16 H100, byte for byte: sends of the pipeline, activations that the vocabulary shares, the
+    softmax's sums, one reduction of each gradient and one gathering of each weight."""
     D, H, K, C, F, V, L = 512, 8, 4, 64, 1536, 1024, 8
     dp = pp = tp = cp = 2
     S, m = 1024, 4
