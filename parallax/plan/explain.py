@@ -157,7 +157,7 @@ def _one_device(view: _View) -> Step:
         f"{parameters / 1e9:.1f} B parameters x 18 bytes (weights 2, float32 gradients 4, master weights 4, moments 8)"
         f" = {states / GIB:,.1f} GiB; x 16, with gradients in 16 bits, {16 * parameters / GIB:,.1f} GiB",
         f"each {request.machine.name} has {hbm / GIB:.1f} GiB, of which {budget / GIB:.1f} are planned with "
-        f"({request.headroom:.0%} headroom)",
+        f"({100 * request.headroom:g}% headroom)",
     ]
     if states <= budget:
         return Step("Does it fit on one device?", "yes, its weights and states do", (*reasons, _alone(view)))
@@ -309,7 +309,7 @@ def _batch(view: _View) -> Step:
     reasons = [batch]
     same = lambda c: c.sizes == view.best.sizes
     if p.pp > 1:
-        reasons.append(f"m = {m} is {m / p.pp:.0f} times the pipeline's {p.pp} ranks; much more than once is wanted")
+        reasons.append(f"m = {m} is {m / p.pp:.3g} times the pipeline's {p.pp} ranks; much more than once is wanted")
     larger = 2 * train.micro_batch_size
     reasons.append(
         view.instead(f"micro batch {larger}", lambda c: same(c) and c.train.micro_batch_size == larger)
