@@ -77,6 +77,9 @@ class Candidate:
         return Job(request.shape, request.machine, self.parallel, self.train)
 
 
+Prices = Mapping[tuple[Parallel, Train], Candidate]
+
+
 @dataclass(frozen=True)
 class Found:
     """`fitting` and `too_large` have every configuration that was priced, fastest and smallest first."""
@@ -108,18 +111,19 @@ class Found:
         return next(iter(faster or self.too_large), None)
 
 
-def search(request: Request) -> Found:
+def search(request: Request, known: Found | None = None) -> Found:
     """Prices every legal configuration, but for what cannot matter: a larger micro batch where a smaller one does not
     fit with everything recomputed, more recomputation where less fits, and layouts whose states alone are far too
-    large."""
+    large. `known` has prices already, of a request that differs in its memory alone."""
     times = LayerTimes(Costs(request.machine, request.precision), PARALLAX)
+    prices = {(c.parallel, c.train): c for c in (*known.fitting, *known.too_large)} if known else {}
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     for layout in layouts(request):
         for v, context in product(chunk_counts(request, layout.pp), contexts(request, layout.cp)):
             parallel = in_chunks(request, layout, v, context)
             for micro in micro_batches(request, parallel):
-                priced = [*_price_remats(request, times, parallel, micro)]
+                priced = [*_price_remats(request, times, prices, parallel, micro)]
                 fits = [c for c in priced if c.memory_bytes <= request.budget_bytes]
                 fitting += fits
                 too_large += [c for c in priced if c not in fits]
@@ -130,15 +134,20 @@ def search(request: Request) -> Found:
     return Found(request, tuple(fitting), tuple(too_large))
 
 
-def _price_remats(request: Request, times: LayerTimes, parallel: Parallel, micro: int) -> Iterator[Candidate]:
+def _price_remats(
+    request: Request, times: LayerTimes, prices: Prices, parallel: Parallel, micro: int
+) -> Iterator[Candidate]:
     """Ways to recompute, from none on, up to the first that fits."""
     remats = ways_to_recompute(request)
     for remat in remats:
         train = train_of(request, micro, remat)
-        memory = sum(own_memory(request.shape, parallel, train)[0].values())
+        candidate = prices.get((parallel, train))
+        memory = candidate.memory_bytes if candidate else sum(own_memory(request.shape, parallel, train)[0].values())
         if memory > FAR_TOO_LARGE * request.machine.hbm_bytes and remat != remats[-1]:
             continue
-        yield Candidate(parallel, train, memory, own_step(times, request.shape, parallel, train).total)
+        if candidate is None:
+            candidate = Candidate(parallel, train, memory, own_step(times, request.shape, parallel, train).total)
+        yield candidate
         if memory <= request.budget_bytes:
             return
 
@@ -362,6 +371,8 @@ def lacking_gib(request: Request, candidate: Candidate) -> float:
 
 
 def with_memory_for(request: Request, candidate: Candidate) -> Request:
-    """The request on a machine with memory enough that the candidate fits, headroom and all."""
-    hbm_bytes = math.ceil(candidate.memory_bytes / (1 - request.headroom)) + 1
-    return dataclasses.replace(request, machine=dataclasses.replace(request.machine, hbm_bytes=hbm_bytes))
+    """The request on a machine with memory enough, in tenths of a GiB, that the candidate fits, headroom and all."""
+    lacks = candidate.memory_bytes / (1 - request.headroom) - request.machine.hbm_bytes
+    more = math.ceil(math.ceil(10 * lacks / GIB + 1e-6) / 10 * GIB)
+    machine = dataclasses.replace(request.machine, hbm_bytes=request.machine.hbm_bytes + more)
+    return dataclasses.replace(request, machine=machine)

@@ -25,6 +25,7 @@ from parallax.plan.search import (
     smallest_that_fits,
     smallest_that_is_fast,
     training_days,
+    with_memory_for,
 )
 from parallax.plan.sharded import fully_sharded
 from parallax.plan.step import own_step
@@ -223,3 +224,19 @@ def test_fully_sharded_weights_hold_their_share():
 def test_found_without_anything():
     found = Found(Request(small(), H100, 8, 2048, 64), (), ())
     assert found.best is None and found.layouts() == [] and found.nearest_infeasible() is None
+
+
+def test_known_prices_change_nothing():
+    request = Request(small(), tight(H100, 3), 8, 2048, 16)
+    known = search(dataclasses.replace(request, machine=tight(H100, 2)))
+    assert search(request, known) == search(request)
+
+
+@pytest.mark.parametrize("headroom", [0, 0.08, 0.5])
+def test_memory_for_what_does_not_fit(headroom: float):
+    request = Request(shape_of("llama3-70b"), H100, 64, 8192, 512, headroom=headroom)
+    candidate = search(request).too_large[3]
+    roomier = with_memory_for(request, candidate)
+    more = (roomier.machine.hbm_bytes - H100.hbm_bytes) / 2**30
+    assert 0 < roomier.budget_bytes - candidate.memory_bytes <= 0.1001 * (1 - headroom) * 2**30
+    assert more == pytest.approx(round(more, 1)) and candidate in search(roomier).fitting
