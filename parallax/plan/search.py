@@ -114,9 +114,10 @@ class Found:
 def search(request: Request, known: Found | None = None) -> Found:
     """Prices every legal configuration, but for what cannot matter: a larger micro batch where a smaller one does not
     fit with everything recomputed, more recomputation where less fits, and layouts whose states alone are far too
-    large. `known` has prices already, of a request that differs in its memory alone."""
+    large. `known` has prices already, of a request that differs in its memory alone; then nothing is priced
+    that does not fit."""
     times = LayerTimes(Costs(request.machine, request.precision), PARALLAX)
-    prices = {(c.parallel, c.train): c for c in (*known.fitting, *known.too_large)} if known else {}
+    prices = {(c.parallel, c.train): c for c in (*known.fitting, *known.too_large)} if known else None
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     for layout in layouts(request):
@@ -135,15 +136,16 @@ def search(request: Request, known: Found | None = None) -> Found:
 
 
 def _price_remats(
-    request: Request, times: LayerTimes, prices: Prices, parallel: Parallel, micro: int
+    request: Request, times: LayerTimes, prices: Prices | None, parallel: Parallel, micro: int
 ) -> Iterator[Candidate]:
     """Ways to recompute, from none on, up to the first that fits."""
     remats = ways_to_recompute(request)
+    most = FAR_TOO_LARGE * request.machine.hbm_bytes if prices is None else request.budget_bytes
     for remat in remats:
         train = train_of(request, micro, remat)
-        candidate = prices.get((parallel, train))
+        candidate = prices.get((parallel, train)) if prices else None
         memory = candidate.memory_bytes if candidate else sum(own_memory(request.shape, parallel, train)[0].values())
-        if memory > FAR_TOO_LARGE * request.machine.hbm_bytes and remat != remats[-1]:
+        if memory > most and (prices is not None or remat != remats[-1]):
             continue
         if candidate is None:
             candidate = Candidate(parallel, train, memory, own_step(times, request.shape, parallel, train).total)
