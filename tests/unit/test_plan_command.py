@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import io
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -19,6 +22,8 @@ from parallax.plan.command import add_arguments
 from parallax.plan.estimate import estimate
 from parallax.plan.job import read_job
 from parallax.plan.request import read_request, tokens_of
+from parallax.plan.search import Request, fits
+from parallax.plan.show import print_view
 from parallax.validate import resolve
 
 BATCH = "--seq-len 8192 --global-batch-size 512"
@@ -189,6 +194,12 @@ def test_numbers_of_tokens(text: str, count: float):
     assert tokens_of(text) == pytest.approx(count)
 
 
+def _request_of(words: str) -> Request:
+    options = argparse.ArgumentParser()
+    add_arguments(options)
+    return read_request(options.parse_args(words.split()))[0]
+
+
 # Wrong requests: words that are added to (or stand in for) a right one, status, what the line says
 
 ALONE = [
@@ -317,10 +328,7 @@ def test_every_value_that_a_refusal_offers_can_be_planned_with(plan, devices: st
     assert status == 2 and err.count("\n") == 1 and offered
     key = pin.partition("=")[0]
     for value in offered:
-        options = argparse.ArgumentParser()
-        add_arguments(options)
-        args = options.parse_args([*words.split(), f"{key}={value}"])
-        assert read_request(args)[0].pins[key.partition(".")[2]] == int(value)
+        assert _request_of(f"{words} {key}={value}").pins[key.partition(".")[2]] == int(value)
 
 
 @pytest.mark.parametrize(
@@ -370,3 +378,30 @@ def test_every_problem_is_listed(plan):
 def test_what_fits_nowhere_says_what_would_do(plan, words: str, said: str):
     status, out, err = plan(f"{words} {BATCH}")
     assert status == 1 and out == "" and err.count("\n") == 1 and said in err, err
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "40", "200"])
+def test_a_terminal_of_any_width(monkeypatch: pytest.MonkeyPatch, columns: str):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    widths: list[int] = []
+    print_view(lambda width: widths.append(width) or "shown")
+    assert widths == [max(40, int(columns))] and terminal.getvalue() == "shown\n"
+
+
+def test_what_is_pinned_and_has_to_be_found(plan):
+    """Numbers of devices that no node is a part of."""
+    status, out, _ = plan(f"--model llama3-70b --devices auto {BATCH} --json", "parallel.pp=7")
+    facts = json.loads(out)
+    assert status == 0 and facts["devices"] % 7 == 0
+    request = _request_of(f"--model llama3-70b --devices auto {BATCH} parallel.pp=7")
+    assert facts["devices"] == min(n for n in range(1, 225) if fits(dataclasses.replace(request, devices=n)))
+
+
+def test_a_headroom_is_not_rounded(plan):
+    status, _, err = plan(f"{EIGHT} --headroom 99.9")
+    assert status == 1 and "(99.9% headroom)" in err and "no number of devices of those tried up to 32,768" in err
