@@ -43,6 +43,7 @@ from parallax.plan.search import (
     tensor_sizes,
 )
 from parallax.rules import check_model
+from parallax.schedule.op import MAX_OPS
 from parallax.shape import ModelShape
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
@@ -251,10 +252,11 @@ def _devices_problem(request: Request) -> str:
     near = _near_devices(request) or _near_devices(_alone(request))
     use = f"{either(map(str, near))} devices" if near else "another batch"
     tps = either(map(str, tensor_sizes(_alone(request, devices=0))))
+    many = f", microbatches x stages are at most {MAX_OPS}" if request.global_batch_size > MAX_OPS else ""
     return (
         f"--devices {request.devices or 'auto'}: no product dp x pp x ep x cp x tp of it is legal for {batch}, "
         f"--seq-len {request.seq_len} and {request.shape.name} (dp x ep divides the batch, pp is at most {layers} "
-        f"layers, tp one of {tps}); use {use}"
+        f"layers, tp one of {tps}{many}); use {use}"
     )
 
 

@@ -173,3 +173,26 @@ def test_ctrl_c_while_modules_load(start: str):
     assert entry == "parallax.__main__:main"
     done = subprocess.run([sys.executable, "-c", INTERRUPTED + start], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+IGNORED = """
+import os, signal, sys, parallax.schedule.command
+from parallax.cli import main
+
+class Collected:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def verb(args):
+    Collected()
+    print("goes on")
+
+parallax.schedule.command.run = verb
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_where_exceptions_are_ignored():
+    command = [sys.executable, "-c", IGNORED, *SCHEDULE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "interrupted\n")

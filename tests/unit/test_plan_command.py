@@ -217,6 +217,10 @@ ALONE = [
         "--devices 999999999 must be at most 131072; use 131072",
     ),
     (f"--model llama3-70b --devices 1013 {BATCH}", "--devices 1013: no product dp x pp x ep x cp x tp of it is legal"),
+    (
+        "--model llama3-8b --devices 1 --seq-len 1024 --global-batch-size 2000000000",
+        "microbatches x stages are at most 1000000); use 125 devices",
+    ),
     ("--model llama3-70b --devices 64 --seq-len 0 --global-batch-size 512", "--seq-len 0 must be at least 1"),
     ("--model llama3-70b --devices 64 --seq-len 8k --global-batch-size 512", '--seq-len "8k" is not an integer'),
     (

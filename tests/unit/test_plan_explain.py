@@ -48,8 +48,8 @@ def test_with_so_much_memory_the_plan_is_what_is_said(name: str, devices: int, h
             assert best and axis and line.endswith(describe(best))
             assert getattr(best.parallel, axis[1]) != getattr(found.best.parallel, axis[1])
             assert f"{1 - best.step_time_s / found.best.step_time_s:.1%} faster" in line
-            if headroom := re.search(r"--headroom (\d+)", line):
-                assert search(dataclasses.replace(request, headroom=int(headroom[1]) / 100)).best == best
+            if left := re.search(r"--headroom (\d+)", line):
+                assert search(dataclasses.replace(request, headroom=int(left[1]) / 100)).best == best
 
 
 def test_some_plan_says_what_would_change_it():
