@@ -133,17 +133,21 @@ class _View:
         )
 
     def flip(self, axis: str) -> Iterator[str]:
-        """The smallest change of memory that would decide an axis otherwise, where the plan for it does."""
-        chosen = getattr(self.parallel, axis)
-        others = (
-            c
-            for c in self.found.too_large
-            if getattr(c.parallel, axis) != chosen and c.step_time_s < self.best.step_time_s * (1 - NEAR)
-        )
-        other = next(others, None)
-        if other is None:
+        """The memory with which the plan would decide an axis otherwise: searched for again, so that it is true."""
+        chosen, rival = getattr(self.parallel, axis), self.best.step_time_s
+        faster = [c for c in self.found.too_large if c.step_time_s < self.best.step_time_s * (1 - NEAR)]
+        if all(getattr(c.parallel, axis) == chosen for c in faster):
             more = f"more than {NEAR:.1%} faster"
             yield f"of what was priced, nothing with another {axis} is {more}, whether it fits or not"
+            return
+        other = None
+        for candidate in faster:  # by memory: the first that is faster than all that would fit with it
+            if getattr(candidate.parallel, axis) == chosen:
+                rival = min(rival, candidate.step_time_s)
+            elif candidate.step_time_s < rival * (1 - NEAR):
+                other = candidate
+                break
+        if other is None:
             return
         roomier = with_memory_for(self.request, other)
         plan = search(roomier, self.found).best
@@ -151,10 +155,10 @@ class _View:
             return
         self.said.add(plan)
         needs = (roomier.machine.hbm_bytes - self.request.machine.hbm_bytes) / GIB
-        faster = 1 - plan.step_time_s / self.best.step_time_s
+        gain = 1 - plan.step_time_s / self.best.step_time_s
         yield (
             f"what would change it: with {needs:.1f} GiB more HBM a device{self._or_headroom(other, plan)}, the plan "
-            f"would be {faster:.1%} faster: {describe(plan)}"
+            f"would be {gain:.1%} faster: {describe(plan)}"
         )
 
     def _or_headroom(self, other: Candidate, plan: Candidate) -> str:
