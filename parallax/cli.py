@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale may lack a character
     try:
-        with first_signal(_interrupt):
+        with first_signal(_interrupt), _not_swallowed():
             args = _parse(argv)
             return args.run(args)
     except (ConfigError, ScheduleError) as error:
@@ -84,6 +84,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _interrupt(number: signal.Signals) -> NoReturn:
     raise Interrupted(number)
+
+
+@contextlib.contextmanager
+def _not_swallowed() -> Iterator[None]:
+    """Ends the program where a signal came in code whose exceptions Python ignores, such as jax's callback of the
+    garbage collector."""
+    before = sys.unraisablehook
+
+    def hook(ignored: sys.UnraisableHookArgs) -> None:
+        if not isinstance(ignored.exc_value, Interrupted):
+            return before(ignored)
+        os.write(2, b"interrupted\n")
+        os._exit(ignored.exc_value.exit_status)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _one_line(text: str) -> str:

@@ -228,7 +228,9 @@ def kind(hint: Any, bounds: Mapping[str, float] = MappingProxyType({})) -> str:
     if get_origin(hint) is Literal:
         return either(map(show, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):
-        return either(kind(arg) for arg in get_args(hint))
+        return either(kind(arg) for arg in get_args(hint) if arg is not type(None))
+    if dataclasses.is_dataclass(hint):
+        return "a table"
     words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
     if get_origin(hint) in (tuple, list, dict):
         name, of = ("table", get_args(hint)[-1]) if get_origin(hint) is dict else ("list", get_args(hint)[0])
@@ -249,19 +251,16 @@ def value_problem(name: str, value: Any, hint: Any, default: Any, bounds: Mappin
         example = _within(near, bounds) if matches(near, hint) else default
         if any(not BOUNDS[rule][1](example, bound) for rule, bound in bounds.items() if example is not MISSING):
             example = default
-        use = "" if example is MISSING else f"; use {show(example)}"
+        use = "" if example is MISSING or example is None else f"; use {show(example)}"
         return f"{name} = {brief(value)} must be {kind(hint, bounds if example != near else {})}{use}"
     broken = [rule for rule, bound in bounds.items() if not BOUNDS[rule][1](value, bound)]
     if not broken:
         return None
     bound = bounds[broken[0]]
-    nearest = {
-        "at_least": f"{bound} or more",
-        "above": f"for example {show(default)}",
-        "below": f"for example {show(default)}",
-    }
+    nearest = {"at_least": f"{bound} or more", "at_most": f"{bound} or less", "fits": f"{bound} or less"}
+    use = nearest.get(broken[0], "" if default is MISSING else f"for example {show(default)}")
     rule = f"at most {bound}" if broken == ["fits"] else _limits(bounds)
-    return f"{name} = {brief(value)} must be {rule}; use {nearest.get(broken[0], f'{bound} or less')}"
+    return f"{name} = {brief(value)} must be {rule}" + (f"; use {use}" if use else "")
 
 
 def _within(value: Any, bounds: Mapping[str, float]) -> Any:

@@ -6,24 +6,30 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from parallax.config import ConfigError, MeshChoice, build, key, read_toml, show, suggest
+from parallax.config import ConfigError, MeshChoice, build, key, keys_of, read_toml, show, suggest
 
 MESHES = Path(__file__).parent / "meshes"
 PRECISIONS = ("bfloat16", "float32")
+SLOWEST, FASTEST = 1e6, 1e18  # bytes or FLOP a second: beyond, it is a mistake of units
+SHARE: dict[str, float] = {"at_least": 0.001, "at_most": 1}
+PAUSE_S: dict[str, float] = {"at_least": 0, "at_most": 1}
+SPEED: dict[str, float] = {"at_least": 0, "at_most": FASTEST}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """What of the figures on paper is reached, and what small things cost: see `parallax.plan.costs` for the model."""
 
-    matmul: float = key(MISSING, "share of the peak that large matrix products reach", above=0, at_most=1)
-    attention: float = key(MISSING, "share of the peak that fused attention reaches", above=0, at_most=1)
-    memory: float = key(MISSING, "share of the memory bandwidth that passes over memory reach", above=0, at_most=1)
-    link: float = key(MISSING, "share of a link's bandwidth that a collective reaches", above=0, at_most=1)
-    latency_inside_s: float = key(MISSING, "of a step of a collective inside a node", at_least=0)
-    latency_across_s: float = key(MISSING, "of a step of a collective between nodes", at_least=0)
-    kernel_s: float = key(MISSING, "start and tail of a kernel", at_least=0)
-    wave: float = key(MISSING, "elements of a product's output that half a wave of tiles covers", at_least=0)
+    matmul: float = key(MISSING, "share of the peak that large matrix products reach", **SHARE)
+    attention: float = key(MISSING, "share of the peak that fused attention reaches", **SHARE)
+    memory: float = key(MISSING, "share of the memory bandwidth that passes over memory reach", **SHARE)
+    link: float = key(MISSING, "share of a link's bandwidth that a collective reaches", **SHARE)
+    latency_inside_s: float = key(MISSING, "of a step of a collective inside a node", **PAUSE_S)
+    latency_across_s: float = key(MISSING, "of a step of a collective between nodes", **PAUSE_S)
+    kernel_s: float = key(MISSING, "start and tail of a kernel", **PAUSE_S)
+    wave: float = key(
+        MISSING, "elements of a product's output that half a wave of tiles covers", at_least=0, at_most=1e9
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +38,12 @@ class Machine:
 
     name: str = key(MISSING, "as [mesh] name has it")
     platform: Literal["cpu", "gpu", "tpu"] = key(MISSING, "jax's name of the platform")
-    hbm_bytes: int = key(MISSING, "memory of a device; 0: it shares the host's", at_least=0)
-    hbm_bytes_per_s: float = key(MISSING, "memory bandwidth; 0: not known", at_least=0)
-    devices_per_node: int = key(MISSING, "devices of a host (TPU: of a virtual machine)", at_least=1)
-    link_inside_bytes_per_s: float = key(MISSING, "to devices of the same node; all links together", at_least=0)
-    link_across_bytes_per_s: float = key(MISSING, "to other nodes (TPU: of the same slice)", at_least=0)
-    link_across_slices_bytes_per_s: float = key(0.0, "TPU: to other slices; 0 elsewhere", at_least=0)
+    hbm_bytes: int = key(MISSING, "memory of a device; 0: it shares the host's", at_least=0, at_most=10**15)
+    hbm_bytes_per_s: float = key(MISSING, "memory bandwidth; 0: not known", **SPEED)
+    devices_per_node: int = key(MISSING, "devices of a host (TPU: of a virtual machine)", at_least=1, at_most=4096)
+    link_inside_bytes_per_s: float = key(MISSING, "to devices of the same node; all links together", **SPEED)
+    link_across_bytes_per_s: float = key(MISSING, "to other nodes (TPU: of the same slice)", **SPEED)
+    link_across_slices_bytes_per_s: float = key(0.0, "TPU: to other slices; 0 elsewhere", **SPEED)
     peak_flops: dict[str, float] = key(MISSING, "dense peak by precision; none for emulated devices")  # noqa: RUF009
     efficiency: Efficiency | None = key(None, "for estimates; none for emulated devices")  # noqa: RUF009
     compile_target: dict[str, str | float] = key(MISSING, "kind, and the TPU topology or what XLA asks of a GPU")  # noqa: RUF009
@@ -59,12 +65,21 @@ def load_machine(choice: MeshChoice) -> Machine:
         table["efficiency"], unreached = build(Efficiency, table["efficiency"], f"{path}: efficiency.")
     machine, problems = build(Machine, table, f"{path}: ")
     lines = [line.replace(f"use {path}: ", "use ") for line in (*problems.values(), *unreached.values())]
-    lines += [f"{path}: {problem}" for problem in _peak_problems(machine.peak_flops)]
+    lines += [f"{path}: {problem}" for problem in (*_speed_problems(machine), *_peak_problems(machine.peak_flops))]
     if machine.peak_flops and machine.efficiency is None and "efficiency" not in table:
         lines.append(f"{path}: [efficiency] is missing; copy that of the nearest machine in meshes/")
     if lines:
         raise ConfigError(lines)
     return machine
+
+
+def _speed_problems(machine: Machine) -> list[str]:
+    speeds = {f.name: getattr(machine, f.name) for f in keys_of(Machine) if f.name.endswith("_per_s")}
+    return [
+        f"{name} = {show(speed)} must be 0, for not known, or at least {SLOWEST}; use {SLOWEST} or more"
+        for name, speed in speeds.items()
+        if 0 < speed < SLOWEST
+    ]
 
 
 def _peak_problems(peak_flops: dict[str, Any]) -> list[str]:
@@ -75,4 +90,8 @@ def _peak_problems(peak_flops: dict[str, Any]) -> list[str]:
             lines.append(f"peak_flops.{precision} = {show(flops)} is not a known precision; use {use}")
         elif flops <= 0:
             lines.append(f"peak_flops.{precision} = {show(flops)} must be greater than 0; leave it out if not known")
+        elif not SLOWEST <= flops <= FASTEST:
+            rule = f"must be at least {SLOWEST} and at most {FASTEST}"
+            use = f"{SLOWEST} or more" if flops < SLOWEST else f"{FASTEST} or less"
+            lines.append(f"peak_flops.{precision} = {show(flops)} {rule}; use {use}")
     return lines

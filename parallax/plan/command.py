@@ -10,22 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parallax.config import ConfigError, MeshChoice, Model
+from parallax.config import INT_MAX, ConfigError, MeshChoice, Model
 from parallax.machine import PRECISIONS
-from parallax.output import output_problems, write_whole
+from parallax.output import output_problems, write_all
 from parallax.plan.estimate import GIB, estimate, layout_facts
 from parallax.plan.explain import Step, describe, explain, reasons_of
 from parallax.plan.guide import guide_line
 from parallax.plan.page import plan_page
-from parallax.plan.request import read_request, tokens_of
-from parallax.plan.runfile import FIRST_LINE, run_file
+from parallax.plan.request import cut, read_request, tokens_of
+from parallax.plan.runfile import FIRST_LINE, run_file, steps_for
 from parallax.plan.search import (
     HEADROOM,
+    MOST_DEVICES_FOUND,
     Candidate,
     Found,
     Request,
+    device_days,
     lacking_gib,
     search,
+    smallest_count,
     smallest_that_fits,
     smallest_that_is_fast,
     training_days,
@@ -85,6 +88,10 @@ def run(args: argparse.Namespace) -> int:
     tokens, days = _targets(args)
     with contextlib.redirect_stdout(sys.stderr):  # a model file may print
         request, model, mesh, notes = read_request(args)
+    if tokens and (steps := steps_for(request, tokens)) > INT_MAX:
+        most = INT_MAX * request.global_batch_size * request.seq_len
+        rule = f"are {steps:,} steps, and a run has at most {INT_MAX:,}"
+        raise ConfigError([f"--tokens {args.tokens} {rule}; use {most:.3g} or less, or a larger batch"])
     found = _find(request, tokens, days)
     if isinstance(found, str):
         print(f"error: {found}", file=sys.stderr)
@@ -101,9 +108,7 @@ def run(args: argparse.Namespace) -> int:
         args.markdown: lambda: plan_markdown(found, made, steps, lines, args.top),
         args.html: lambda: plan_page(found, made, steps),
     }
-    for name, text in files.items():
-        if name:
-            write_whole(Path(name), text())
+    write_all({Path(name): text() for name, text in files.items() if name})
     if args.json:
         print(json.dumps(_to_json(found, steps, guide, tokens, model, mesh)))
         return 0
@@ -132,7 +137,7 @@ def _targets(args: argparse.Namespace) -> tuple[float | None, float | None]:
             days = -1.0
         if not 0 < days < 1e6:
             problems.append(
-                f"--target-days {args.target_days} must be a number of days greater than 0; use for example 30"
+                f"--target-days {cut(args.target_days)} must be a number of days greater than 0; use for example 30"
             )
         if args.tokens is None:
             problems.append("--target-days needs --tokens, how many to train on; use for example --tokens 2T")
@@ -154,7 +159,8 @@ def _targets(args: argparse.Namespace) -> tuple[float | None, float | None]:
 def _is_ours(path: Path) -> bool:
     """Whether a run file may be written there: nothing is, or what an earlier plan wrote."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE)
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(len(FIRST_LINE)) == FIRST_LINE
     except FileNotFoundError:
         return True
 
@@ -164,38 +170,42 @@ def _find(request: Request, tokens: float | None, days: float | None) -> Found |
     if request.devices:
         found = search(request)
         return found if found.best else _fits_nowhere(found)
+    needs = ""
     if days is not None and tokens is not None:
         found = smallest_that_is_fast(request, tokens, days)
         wanted = f"trains on {tokens:.3g} tokens in {days:g} days"
+        spent = device_days(request, tokens)
+        if spent / days > MOST_DEVICES_FOUND:
+            needs = f"; that is {spent:,.0f} device-days at full peak, {spent / days:,.0f} devices for {days:g} days"
     else:
         found = smallest_that_fits(request)
         wanted = "fits"
     name, machine = request.shape.name, request.machine.name
+    use = "more days, or fewer tokens" if needs else "a larger batch, or shorter sequences"
     return found or (
-        f"no number of {machine} up to 32,768 {wanted}, with {name}, sequences of {request.seq_len:,} and a batch of "
-        f"{request.global_batch_size:,}; use a larger batch, or shorter sequences"
+        f"no number of {machine} of those tried up to {MOST_DEVICES_FOUND:,} {wanted}, with {name}, sequences of "
+        f"{request.seq_len:,} and a batch of {request.global_batch_size:,}{needs}; use {use}"
     )
 
 
 def _fits_nowhere(found: Found) -> str:
     """What is in the way, and the smallest number of devices that would do."""
     request = found.request
-    if not found.too_large:
-        return f"{request.shape.name}: nothing that is fixed leaves a layout to price on {request.devices} devices"
     lean = found.too_large[0]
     items = estimate(lean.job(request)).stages[0]
     largest = sorted(items.items(), key=lambda item: -item[1])[:2]
     way = " and ".join(f"{name} {size / GIB:.1f} GiB" for name, size in largest)
-    use = "no number of devices would do"
-    if more := smallest_that_fits(request):
-        fewer = more.request.devices < request.devices
-        use = f"use --devices {more.request.devices}, " + (
-            "on which more layouts are legal" if fewer else "the fewest that would do of the sizes tried"
+    fixed = " with what is fixed" if request.pins else ""
+    use = f"no number of devices of those tried up to {MOST_DEVICES_FOUND:,} would do{fixed}"
+    if count := smallest_count(request):
+        fewer = count < request.devices
+        use = f"use --devices {count}, " + (
+            "on which more layouts are legal" if fewer else f"the fewest that would do of the sizes tried{fixed}"
         )
     return (
         f"{request.shape.name} fits nowhere on {request.devices} x {request.machine.name}: the leanest layout, "
         f"{describe(lean)}, needs {lean.memory_bytes / GIB:.1f} GiB and {request.budget_bytes / GIB:.1f} are planned "
-        f"with ({request.headroom:.0%} headroom); in the way are {way}; {use}"
+        f"with ({100 * request.headroom:g}% headroom); in the way are {way}; {use}"
     )
 
 
@@ -216,7 +226,8 @@ def _nearest_lines(found: Found) -> list[str]:
     lacks, change = lacking_gib(found.request, nearest), 1 - nearest.step_time_s / best.step_time_s
     if change < 0.0005 or lacks > found.request.budget_bytes / GIB / 4:
         return []
-    return [f"nearest that does not fit: {describe(nearest)}, {lacks:.1f} GiB too much, would be {change:.1%} faster"]
+    over = f"{lacks:.1f} GiB over what is planned with"
+    return [f"nearest that does not fit: {describe(nearest)}, {over}, would be {change:.1%} faster"]
 
 
 def _to_json(

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from parallax.config import ConfigError
 from parallax.machine import Efficiency, Machine
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
@@ -52,7 +53,22 @@ class Costs:
 
     @cached_property
     def _memory(self) -> float:
-        return self.machine.hbm_bytes_per_s * self.efficiency.memory
+        return self._known("hbm_bytes_per_s") * self.efficiency.memory
+
+    @cached_property
+    def _inside(self) -> float:
+        return self._known("link_inside_bytes_per_s")
+
+    @cached_property
+    def _across(self) -> float:
+        return self._known("link_across_bytes_per_s")
+
+    def _known(self, name: str) -> float:
+        """A figure of the machine. Raises ConfigError where it is 0, for not known."""
+        if speed := getattr(self.machine, name):
+            return speed
+        where = f"mesh {self.machine.name}: {name} = 0, for not known"
+        raise ConfigError([f"{where}, and this layout's time cannot be priced without; use a mesh file that gives it"])
 
     def matmul(self, n: float, k: float, m: float, batch: float = 1) -> float:
         """`batch` products [n, k] x [k, m]."""
@@ -85,21 +101,20 @@ class Costs:
         on a torus both take the same links."""
         if ranks == 1:
             return 0.0
-        machine, efficiency, inside = self.machine, self.efficiency, self.members_inside(ranks, stride)
+        efficiency, inside = self.efficiency, self.members_inside(ranks, stride)
         link = efficiency.link
-        near = size_bytes * (inside - 1) / ranks / (machine.link_inside_bytes_per_s * link)
+        near = size_bytes * (inside - 1) / ranks / (self._inside * link) if inside > 1 else 0.0
         if inside == ranks:
             return near + math.log2(ranks) * efficiency.latency_inside_s
-        far = size_bytes * (ranks - inside) / ranks / (machine.link_across_bytes_per_s * link)
+        far = size_bytes * (ranks - inside) / ranks / (self._across * link)
         return near + far + math.log2(ranks) * efficiency.latency_across_s
 
     def send(self, size_bytes: float, inside: bool) -> float:
         """To one other device, in the node or not."""
-        machine, efficiency = self.machine, self.efficiency
-        link = efficiency.link
+        efficiency, link = self.efficiency, self.efficiency.link
         if inside:
-            return size_bytes / (machine.link_inside_bytes_per_s * link) + efficiency.latency_inside_s
-        return size_bytes / (machine.link_across_bytes_per_s * link) + efficiency.latency_across_s
+            return size_bytes / (self._inside * link) + efficiency.latency_inside_s
+        return size_bytes / (self._across * link) + efficiency.latency_across_s
 
     def members_inside(self, ranks: int, stride: int) -> int:
         """Members of a group that share a node."""
@@ -107,9 +122,9 @@ class Costs:
 
     def _link(self, ranks: int, stride: int) -> tuple[float, float]:
         """Bandwidth, bytes a second, and latency of a group's ring."""
-        machine, efficiency, inside = self.machine, self.efficiency, self.members_inside(ranks, stride)
-        near = machine.link_inside_bytes_per_s
+        efficiency, inside = self.efficiency, self.members_inside(ranks, stride)
         if inside == ranks:
-            return near * efficiency.link, efficiency.latency_inside_s
-        bandwidth = min(near, inside * machine.link_across_bytes_per_s)
+            return self._inside * efficiency.link, efficiency.latency_inside_s
+        alone = inside == 1 and not self.machine.link_inside_bytes_per_s
+        bandwidth = self._across if alone else min(self._inside, inside * self._across)
         return bandwidth * efficiency.link, efficiency.latency_across_s

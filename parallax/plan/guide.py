@@ -49,6 +49,6 @@ def guide_line(found: Found) -> str | None:
         return f"NVIDIA's guide, {named}: {cost}, as {describe(best)}"
     if theirs.too_large:
         lean = theirs.too_large[0]
-        lacks = f"lacks {lacking_gib(request, lean):.1f} GiB"
+        lacks = f"is {lacking_gib(request, lean):.1f} GiB over what is planned with"
         return f"NVIDIA's guide, {named} is refused: its leanest, {describe(lean)}, {lacks}"
     return f"NVIDIA's guide, {named} is refused: no such layout is legal for this batch and sequence"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -26,11 +27,8 @@ def run_file(
         parallel |= {"virtual_stages": p.virtual_stages, "schedule": p.schedule}
     if p.cp > 1:
         parallel |= {"context": p.context}
-    if not p.sequence_parallel:
-        parallel |= {"sequence_parallel": False}
-    if not p.zero:
-        parallel |= {"zero": 0}
-    count = math.ceil(tokens / (train.global_batch_size * train.seq_len)) if tokens else STEPS
+    parallel |= {key: value for key, value in request.pins.items() if hasattr(p, key)}
+    count = steps_for(request, tokens) if tokens else STEPS
     sections = {
         "model": {"name": model.name} | ({"file": model.file} if model.file else {}) | model.overrides,
         "parallel": parallel,
@@ -53,7 +51,7 @@ def run_file(
         ("optimizer", "warmup_steps"): f"learning_rate is {Optimizer().learning_rate} unless given",
     }
     lines = [
-        f"{FIRST_LINE}: {request.shape.name} on {request.devices:,} x {request.machine.name}.",
+        _one_line(f"{FIRST_LINE}: {request.shape.name} on {request.devices:,} x {request.machine.name}."),
         f"# Predicted: {seconds(best.step_time_s)} a step, {best.memory_bytes / GIB:.1f} GiB of "
         f"{request.machine.hbm_bytes / GIB:.1f} a device.",
         "#",
@@ -70,7 +68,17 @@ def run_file(
     return "\n".join(lines) + "\n"
 
 
+def steps_for(request: Request, tokens: float) -> int:
+    """Steps in which a run sees at least so many tokens."""
+    return math.ceil(tokens / (request.global_batch_size * request.seq_len))
+
+
 def _wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(
-        text, 116, initial_indent=f"# {indent}", subsequent_indent=f"# {indent}{'  ' if indent else ''}"
+        _one_line(text), 116, initial_indent=f"# {indent}", subsequent_indent=f"# {indent}{'  ' if indent else ''}"
     )
+
+
+def _one_line(text: str) -> str:
+    """A model file may name its model as it likes; a comment of TOML holds no control characters."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text)

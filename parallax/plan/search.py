@@ -19,6 +19,7 @@ from parallax.plan.estimate import GIB, Job
 from parallax.plan.layer import PARALLAX, LayerTimes
 from parallax.plan.memory import own_memory
 from parallax.plan.step import own_step
+from parallax.schedule.op import MAX_OPS
 from parallax.shape import ModelShape
 
 HEADROOM = 0.08  # of the memory, left to the runtime, to fragments, and to what an estimate does not see
@@ -27,6 +28,7 @@ REMATS = ("none", "selective", "full")
 LEAST_CONTEXT = 1024  # tokens of a sequence that a context-parallel rank must hold
 MOST_TENSOR = 16  # where nodes do not bound it (TPU)
 MOST_STAGES_OF_A_RANK = 12
+MOST_DEVICES_FOUND = 32_768  # where their number is to be found
 FAR_TOO_LARGE = 1.5  # times the memory
 NEAR = 0.005  # times this close are taken as equal, and the simpler layout is preferred
 
@@ -76,6 +78,9 @@ class Candidate:
         return Job(request.shape, request.machine, self.parallel, self.train)
 
 
+Prices = Mapping[tuple[Parallel, Train], Candidate]
+
+
 @dataclass(frozen=True)
 class Found:
     """`fitting` and `too_large` have every configuration that was priced, fastest and smallest first."""
@@ -107,18 +112,20 @@ class Found:
         return next(iter(faster or self.too_large), None)
 
 
-def search(request: Request) -> Found:
+def search(request: Request, known: Found | None = None) -> Found:
     """Prices every legal configuration, but for what cannot matter: a larger micro batch where a smaller one does not
     fit with everything recomputed, more recomputation where less fits, and layouts whose states alone are far too
-    large."""
+    large. `known` has prices already, of a request that differs in its memory alone; then nothing is priced
+    that does not fit."""
     times = LayerTimes(Costs(request.machine, request.precision), PARALLAX)
+    prices = {(c.parallel, c.train): c for c in (*known.fitting, *known.too_large)} if known else None
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     for layout in layouts(request):
         for v, context in product(chunk_counts(request, layout.pp), contexts(request, layout.cp)):
             parallel = in_chunks(request, layout, v, context)
-            for micro in micro_batches(request, parallel.dp * parallel.ep):
-                priced = [*_price_remats(request, times, parallel, micro)]
+            for micro in micro_batches(request, parallel):
+                priced = [*_price_remats(request, times, prices, parallel, micro)]
                 fits = [c for c in priced if c.memory_bytes <= request.budget_bytes]
                 fitting += fits
                 too_large += [c for c in priced if c not in fits]
@@ -129,22 +136,59 @@ def search(request: Request) -> Found:
     return Found(request, tuple(fitting), tuple(too_large))
 
 
-def _price_remats(request: Request, times: LayerTimes, parallel: Parallel, micro: int) -> Iterator[Candidate]:
+def _price_remats(
+    request: Request, times: LayerTimes, prices: Prices | None, parallel: Parallel, micro: int
+) -> Iterator[Candidate]:
     """Ways to recompute, from none on, up to the first that fits."""
-    for remat in REMATS:
-        if not request.allows("remat", remat):
-            continue
+    remats = ways_to_recompute(request)
+    most = FAR_TOO_LARGE * request.machine.hbm_bytes if prices is None else request.budget_bytes
+    for remat in remats:
         train = train_of(request, micro, remat)
-        kernel, _ = kernel_of(request.machine.platform, request.shape, parallel, train)
-        memory = sum(own_memory(request.shape, parallel, train, kernel)[0].values())
-        if memory > FAR_TOO_LARGE * request.machine.hbm_bytes and remat != REMATS[-1]:
+        candidate = prices.get((parallel, train)) if prices else None
+        memory = candidate.memory_bytes if candidate else memory_bytes(request, parallel, train)
+        if memory > most and (prices is not None or remat != remats[-1]):
             continue
-        yield Candidate(parallel, train, memory, own_step(times, request.shape, parallel, train).total)
+        if candidate is None:
+            candidate = Candidate(parallel, train, memory, own_step(times, request.shape, parallel, train).total)
+        yield candidate
         if memory <= request.budget_bytes:
             return
 
 
+def memory_bytes(request: Request, parallel: Parallel, train: Train) -> float:
+    """On the device that holds the most, with the attention kernel this machine would run."""
+    kernel, _ = kernel_of(request.machine.platform, request.shape, parallel, train)
+    return sum(own_memory(request.shape, parallel, train, kernel)[0].values())
+
+
+def fits(request: Request) -> bool:
+    """Whether any configuration fits: as `search` finds, by the memory of each layout's leanest."""
+    remat = ways_to_recompute(request)[-1]
+    for layout in layouts(request):
+        for v, context in product(chunk_counts(request, layout.pp), contexts(request, layout.cp)):
+            parallel = in_chunks(request, layout, v, context)
+            for micro in micro_batches(request, parallel)[:1]:
+                if memory_bytes(request, parallel, train_of(request, micro, remat)) <= request.budget_bytes:
+                    return True
+    return False
+
+
 # What is legal
+
+
+def is_legal(request: Request) -> bool:
+    """Whether there is any configuration to price; where `devices` is 0, on any number of them that would be tried."""
+    if not request.devices:
+        return any(is_legal(dataclasses.replace(request, devices=count)) for count in device_counts(request))
+    return any(
+        micro_batches(request, dataclasses.replace(layout, virtual_stages=v))
+        for layout in layouts(request)
+        for v in chunk_counts(request, layout.pp)
+    )
+
+
+def ways_to_recompute(request: Request) -> list[str]:
+    return [remat for remat in REMATS if request.allows("remat", remat)]
 
 
 def in_chunks(request: Request, parallel: Parallel, v: int, context: Any) -> Parallel:
@@ -187,14 +231,15 @@ def layouts(request: Request) -> Iterator[Parallel]:
 
 
 def tensor_sizes(request: Request) -> list[int]:
-    """Sizes that divide heads and feed-forward width, divide or are divided by key/value heads, and stay in a node."""
+    """Sizes that divide heads and feed-forward width, divide or are divided by key/value heads, and stay in a node.
+    `devices` 0: any."""
     kinds = set(request.shape.layers)
     most = request.machine.devices_per_node if request.machine.platform == "gpu" else MOST_TENSOR
     sizes = divisors(math.gcd(*(size for kind in kinds for size in (kind.heads, kind.ff))))
     return [
         tp
         for tp in sizes
-        if tp <= min(most, request.devices)
+        if tp <= most
         and request.devices % tp == 0
         and (request.machine.platform != "gpu" or most % tp == 0)
         and not any(kind.kv_heads % tp and tp % kind.kv_heads for kind in kinds)
@@ -226,12 +271,11 @@ def expert_sizes(request: Request) -> list[int]:
     return [ep for ep in sizes if request.allows("ep", ep)]
 
 
-def micro_batches(request: Request, ranks: int) -> list[int]:
-    share = request.global_batch_size // ranks
-    if "micro_batch_size" in request.pins:
-        micro = request.pins["micro_batch_size"]
-        return [micro] if share % micro == 0 else []
-    return [micro for micro in MICRO_BATCHES if share % micro == 0]
+def micro_batches(request: Request, parallel: Parallel) -> list[int]:
+    """Those that divide a replica's share of the batch, and make no schedule too long to run."""
+    share, stages = request.global_batch_size // (parallel.dp * parallel.ep), parallel.pp * parallel.virtual_stages
+    sizes = [request.pins["micro_batch_size"]] if "micro_batch_size" in request.pins else MICRO_BATCHES
+    return [micro for micro in sizes if share % micro == 0 and stages * (share // micro) <= MAX_OPS]
 
 
 def chunk_counts(request: Request, pp: int) -> list[int]:
@@ -261,47 +305,64 @@ def divisors(n: int) -> list[int]:
 # The other way round
 
 
-def between(machine: Machine, failed: int, done: int, most: int = 15) -> list[int]:
-    """Whole nodes between two numbers of devices, evenly, at most so many."""
-    node = machine.devices_per_node
-    counts = range(-(-(failed + 1) // node) * node, done, node) if done > node else range(failed + 1, done)
+def pinned_devices(request: Request) -> int:
+    """What the number of devices must be a multiple of."""
+    return math.prod(request.pins.get(axis, 1) for axis in AXES)
+
+
+def between(request: Request, failed: int, done: int, most: int = 15) -> list[int]:
+    """Whole nodes, or multiples of what is pinned, between two numbers of devices: evenly, at most so many."""
+    node, pinned = request.machine.devices_per_node, pinned_devices(request)
+    unit = node if done > node and node % pinned == 0 else pinned
+    counts = range((failed // unit + 1) * unit, done, unit)
     step = -(-len(counts) // most) if counts else 1
     return [*counts[::step]]
 
 
-def device_counts(machine: Machine, least: int = 1, most: int = 32_768) -> Iterator[int]:
-    """Parts of a node, then nodes by steps of at most a half: 1, 2, 3, 4, 6, 8, 12, ..."""
-    node = machine.devices_per_node
-    yield from (count for count in divisors(node) if least <= count <= most)
-    nodes = 2
-    while nodes * node <= most:
-        for count in (nodes * node, nodes * node * 3 // 2):
-            if least <= count <= most and count > node:
-                yield count
-        nodes *= 2
+def device_counts(request: Request, least: int = 1, most: int = MOST_DEVICES_FOUND) -> list[int]:
+    """Parts of a node, then nodes by steps of at most a half: 1, 2, 3, 4, 6, 8, 12, ...; where sizes are pinned,
+    multiples of their product by such steps too."""
+    node, pinned = request.machine.devices_per_node, pinned_devices(request)
+    steps = [n for i in range(most.bit_length()) for n in (2**i, 3 * 2**i)]
+    counts = {*divisors(node), *(node * n for n in steps if n > 1), *(pinned * n for n in steps if pinned > 1)}
+    return sorted(n for n in counts if least <= n <= most and n % pinned == 0)
 
 
-def smallest_that_fits(request: Request, most: int = 32_768) -> Found | None:
+def smallest_count(request: Request) -> int | None:
     """The fewest devices on which some layout fits, of `device_counts` and of what lies between the last two tried."""
     states = 6 * request.shape.parameters / request.budget_bytes  # weights and gradients are never shared by dp
-    return _smallest(request, math.floor(states), most, lambda found: bool(found.fitting))
+    return _smallest(request, math.floor(states), lambda count: fits(dataclasses.replace(request, devices=count)))
 
 
-def smallest_that_is_fast(request: Request, tokens: float, days: float, most: int = 32_768) -> Found | None:
+def smallest_that_fits(request: Request) -> Found | None:
+    """What `search` finds on so many."""
+    count = smallest_count(request)
+    return search(dataclasses.replace(request, devices=count)) if count else None
+
+
+def smallest_that_is_fast(request: Request, tokens: float, days: float) -> Found | None:
     """The fewest devices that train on so many tokens in so many days, likewise."""
+    tried: dict[int, Found] = {}
+
+    def is_fast(count: int) -> bool:
+        tried[count] = found = search(dataclasses.replace(request, devices=count))
+        return found.best is not None and training_days(found, tokens) <= days
+
+    count = _smallest(request, math.floor(device_days(request, tokens) / days), is_fast)
+    return tried[count] if count else None
+
+
+def device_days(request: Request, tokens: float) -> float:
+    """Days of one device, at its full peak, that so many tokens take."""
     flops = tokens * request.shape.train_flops_per_token(request.seq_len)
-    least = flops / (days * 86_400 * request.machine.peak_flops[request.precision])
-    enough = lambda found: found.best is not None and training_days(found, tokens) <= days
-    return _smallest(request, math.floor(least), most, enough)
+    return flops / (86_400 * request.machine.peak_flops[request.precision])
 
 
-def _smallest(request: Request, least: int, most: int, enough: Callable[[Found], bool]) -> Found | None:
-    try_on = lambda count: search(dataclasses.replace(request, devices=count))
+def _smallest(request: Request, least: int, enough: Callable[[int], bool]) -> int | None:
     failed = max(0, least - 1)
-    for count in device_counts(request.machine, max(1, least), most):
-        if enough(found := try_on(count)):
-            smaller = (try_on(n) for n in between(request.machine, failed, count))
-            return next(filter(enough, smaller), found)
+    for count in device_counts(request, max(1, least)):
+        if enough(count):
+            return next(filter(enough, between(request, failed, count)), count)
         failed = count
     return None
 
@@ -313,5 +374,13 @@ def training_days(found: Found, tokens: float) -> float:
 
 
 def lacking_gib(request: Request, candidate: Candidate) -> float:
-    """GiB by which a configuration is over the budget; negative where it is under."""
+    """GiB by which a configuration is over the budget, what is planned with; negative where it is under."""
     return (candidate.memory_bytes - request.budget_bytes) / GIB
+
+
+def with_memory_for(request: Request, candidate: Candidate) -> Request:
+    """The request on a machine with memory enough, in tenths of a GiB, that the candidate fits, headroom and all."""
+    lacks = candidate.memory_bytes / (1 - request.headroom) - request.machine.hbm_bytes
+    more = math.ceil(math.ceil(10 * lacks / GIB + 1e-6) / 10 * GIB)
+    machine = dataclasses.replace(request.machine, hbm_bytes=request.machine.hbm_bytes + more)
+    return dataclasses.replace(request, machine=machine)

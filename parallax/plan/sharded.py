@@ -46,7 +46,7 @@ def fully_sharded(request: Request) -> Sharded | None:
         layer = elements / len(shape.layers)
         gather = costs.gather(costs.item * layer, replicas, parallel.tp)
         scatter = costs.gather(4 * layer, replicas, parallel.tp)
-        for micro in micro_batches(dense, parallel.dp):
+        for micro in micro_batches(dense, parallel):
             for remat in ("none", "selective", "full"):
                 train = train_of(dense, micro, remat)
                 kernel, _ = kernel_of(request.machine.platform, shape, parallel, train)

@@ -17,6 +17,7 @@ from parallax.text import ORDER, layout, seconds
 
 BAR = 24  # characters
 WIDE = 160  # characters of a line where stdout is no terminal
+LEAST = 40  # and where it is one
 NARROW = 110  # and of one below which tables lose columns
 NAMES = {
     "matmul": "matrix products",
@@ -146,6 +147,7 @@ def print_view(view: Callable[[int], RenderableType]) -> None:
     terminal = sys.stdout.isatty()
     console = Console(file=sys.stdout, highlight=False, width=None if terminal else WIDE, force_terminal=terminal)
     if terminal:
+        console.width = max(LEAST, console.width)  # COLUMNS may say 0
         console.print(view(console.width))
         return
     with console.capture() as capture:
@@ -189,11 +191,12 @@ def _key_figures(found: Found, made: Estimate) -> str:
     train, items = best.train, made.time.items
     most = sorted(items, key=lambda name: -items[name])[:5]
     where = ", ".join(f"{NAMES[name]} {items[name] / made.step_time_s:.0%}" for name in most)
+    free = f"{100 * request.headroom:g}% are left free"
     return (
         f"{layout(best.parallel) or 'one device'}; micro batch {train.micro_batch_size}, remat {train.remat}\n"
         f"{seconds(best.step_time_s)} a step, {made.tokens_per_s:,.0f} tokens/s, MFU {made.mfu:.1%}; "
-        f"{gib(best.memory_bytes)} GiB of {gib(request.machine.hbm_bytes)} a device ({request.headroom:.0%} are left "
-        f"free); {len(found.fitting) + len(found.too_large):,} configurations priced\n"
+        f"{gib(best.memory_bytes)} GiB of {gib(request.machine.hbm_bytes)} a device ({free}); "
+        f"{len(found.fitting) + len(found.too_large):,} configurations priced\n"
         f"of a step: {where}\n"
         "by formula, not measured: half of 772 published steps are priced within 5% (docs/estimate.md); closer is a tie"
     )

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,53 @@ def test_emulated_devices_and_what_the_user_has_set():
     once = dict(environment)
     emulate_devices(8, environment)
     assert environment["XLA_FLAGS"].count("all-reduce-promotion") == 1 and environment["NPROC"] == once["NPROC"]
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "parallax.config":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["parallax", "plan"]
+"""
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        'runpy.run_module("parallax", run_name="__main__")',
+        "from parallax.__main__ import main; sys.exit(main())",  # as the console script does
+    ],
+)
+def test_ctrl_c_while_modules_load(start: str):
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["parallax"]
+    assert entry == "parallax.__main__:main"
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED + start], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+IGNORED = """
+import os, signal, sys, parallax.schedule.command
+from parallax.cli import main
+
+class Collected:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def verb(args):
+    Collected()
+    print("goes on")
+
+parallax.schedule.command.run = verb
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_where_exceptions_are_ignored():
+    command = [sys.executable, "-c", IGNORED, *SCHEDULE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "interrupted\n")

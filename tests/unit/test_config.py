@@ -1,12 +1,24 @@
 """Run files: reading, overrides, types, writing back, and the table in docs/config.md."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from parallax.config import SECTIONS, ConfigError, RunConfig, keys_of, load, markdown_tables, to_toml
+from parallax.config import (
+    SECTIONS,
+    ConfigError,
+    Optimizer,
+    RunConfig,
+    build,
+    key,
+    keys_of,
+    load,
+    markdown_tables,
+    to_toml,
+)
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = """
@@ -164,3 +176,21 @@ def test_no_jax():
     modules = "parallax.config, parallax.machine, parallax.validate, parallax.model_files, parallax.shape"
     program = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Required:
+    share: float = key(dataclasses.MISSING, "without a default", above=0, below=1)
+    table: Optimizer | None = key(None, "a table or nothing")  # noqa: RUF009
+
+
+@pytest.mark.parametrize(
+    ("table", "line"),
+    [
+        ({"share": 0}, "share = 0 must be greater than 0 and less than 1"),
+        ({"share": 1}, "share = 1 must be greater than 0 and less than 1"),
+        ({"share": 0.5, "table": 3}, "table = 3 must be a table"),
+    ],
+)
+def test_a_value_without_an_example(table: dict, line: str):
+    assert [*build(Required, table)[1].values()] == [line]

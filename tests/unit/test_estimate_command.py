@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from parallax.cli import main
+from parallax.machine import MESHES
 from parallax.plan.step import ITEMS
 from parallax.schedule import make_schedule, to_csv
 
@@ -262,6 +263,26 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {  # overrides of RUN, and the o
 def test_wrong_run_files_are_one_line(run_file: Path, capsys: pytest.CaptureFixture[str], name: str):
     words, line = WRONG[name]
     assert problems(capsys, str(run_file), *words, "--json") == [line]
+
+
+@pytest.mark.parametrize(
+    ("figure", "words"),
+    [
+        ("hbm_bytes_per_s", ()),
+        ("link_inside_bytes_per_s", ("parallel.tp=2",)),
+        ("link_across_bytes_per_s", ("parallel.dp=16", "train.global_batch_size=512")),
+    ],
+)
+@pytest.mark.parametrize("framework", ["parallax", "megatron"])
+def test_a_figure_of_the_mesh_that_is_not_known(
+    run_file: Path, capsys: pytest.CaptureFixture[str], figure: str, words: tuple[str, ...], framework: str
+):
+    text = (MESHES / "h100-sxm.toml").read_text()
+    Path("mine.toml").write_text(re.sub(rf"(?m)^{figure} = \S+", f"{figure} = 0", text))
+    (line,) = problems(capsys, str(run_file), "mesh.file=mine.toml", *words, "--framework", framework)
+    assert line.startswith(
+        f"mesh h100-sxm: {figure} = 0, for not known, and this layout's time cannot be priced without"
+    )
 
 
 def test_an_unknown_model(run_file: Path, capsys: pytest.CaptureFixture[str]):

@@ -20,6 +20,13 @@ PUBLISHED = {
 }
 
 
+FIGURES = {  # lines of the b200's file
+    line.partition(" = ")[0]: line.partition("#")[0].rstrip()
+    for line in (MESHES / "b200.toml").read_text().splitlines()
+    if " = " in line.partition("#")[0]
+}
+
+
 def test_names():
     assert machine_names() == sorted([*PUBLISHED, "cpu"])
 
@@ -75,12 +82,62 @@ def test_own_file(tmp_path: Path):
         ("75e12", "-75e12", "peak_flops.float32 = -75000000000000.0 must be greater than 0"),
         ("devices_per_node = 8", "devices_per_node = 0", "devices_per_node = 0 must be at least 1"),
         ("[peak_flops]", "[peak_flops", "not TOML"),
+        ("75e12", "1", "peak_flops.float32 = 1 must be at least 1000000.0 and at most 1e+18; use 1000000.0 or more"),
+        ("75e12", "1e308", "peak_flops.float32 = 1e+308 must be at least 1000000.0 and at most 1e+18; use 1e+18 or"),
+        ("devices_per_node = 8", "devices_per_node = 5000", "devices_per_node = 5000 must be at least 1 and at most 4"),
+        (
+            FIGURES["link_inside_bytes_per_s"],
+            "link_inside_bytes_per_s = 1e-300",
+            "link_inside_bytes_per_s = 1e-300 must be 0, for not known, o",
+        ),
+        (
+            FIGURES["link_inside_bytes_per_s"],
+            "link_inside_bytes_per_s = 1e308",
+            "link_inside_bytes_per_s = 1e+308 must be at least 0 and at m",
+        ),
+        (
+            FIGURES["hbm_bytes_per_s"],
+            "hbm_bytes_per_s = 1",
+            "hbm_bytes_per_s = 1.0 must be 0, for not known, or at least 1000000.0",
+        ),
+        (
+            FIGURES["hbm_bytes"],
+            "hbm_bytes = 10000000000000000",
+            "must be at least 0 and at most 1000000000000000; use 10000",
+        ),
+        (
+            FIGURES["matmul"],
+            "matmul = 0",
+            "efficiency.matmul = 0 must be at least 0.001 and at most 1; use 0.001 or more",
+        ),
+        (
+            FIGURES["kernel_s"],
+            "kernel_s = 4",
+            "efficiency.kernel_s = 4 must be at least 0 and at most 1; use 1 or less",
+        ),
+        (
+            FIGURES["latency_across_s"],
+            "latency_across_s = 20",
+            "efficiency.latency_across_s = 20 must be at least 0 and at most 1",
+        ),
+        (FIGURES["wave"], "wave = 1e10", "efficiency.wave = 10000000000.0 must be at least 0 and at most 1000000000.0"),
     ],
 )
 def test_wrong_files(tmp_path: Path, old: str, new: str, expected: str):
     with pytest.raises(ConfigError) as caught:
         load_machine(own(tmp_path, old, new))
     assert any(expected in problem and "mine.toml" in problem for problem in caught.value.problems), caught.value
+
+
+def test_a_table_that_is_none(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    text = (MESHES / "b200.toml").read_text()
+    head, _, rest = text.partition("[efficiency]")
+    target = rest[rest.index("[compile_target]") :]
+    path.write_text(f"efficiency = 3\n{head}{target}")
+    with pytest.raises(ConfigError) as caught:
+        load_machine(MeshChoice(file=str(path)))
+    assert caught.value.problems == [f"{path}: efficiency = 3 must be a table"]
 
 
 def test_unknown_name():

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import io
 import json
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import parallax
 from parallax.cli import main
-from parallax.config import load
+from parallax.config import Model, load
+from parallax.machine import MESHES
+from parallax.model_files import load_model
+from parallax.plan.command import add_arguments
 from parallax.plan.estimate import estimate
 from parallax.plan.job import read_job
-from parallax.plan.request import tokens_of
+from parallax.plan.request import read_request, tokens_of
+from parallax.plan.search import Request, fits
+from parallax.plan.show import print_view
 from parallax.validate import resolve
 
 BATCH = "--seq-len 8192 --global-batch-size 512"
@@ -94,6 +106,61 @@ def test_auto_finds_the_devices_and_days_are_counted(plan):
     assert json.loads(out)["days"] <= 30 < 2.2 * json.loads(out)["days"]
 
 
+def test_pins_that_change_nothing_are_in_the_run_file_too(plan, tmp_path: Path):
+    file = tmp_path / "run.toml"
+    pins = ["parallel.pp=1", "parallel.schedule=gpipe", "parallel.zero=1", "parallel.virtual_stages=1"]
+    assert plan(f"--model llama3-8b --devices 64 {BATCH}", *pins, "-o", str(file))[0] == 0
+    written = tomllib.loads(file.read_text())["parallel"]
+    assert (written["pp"], written["schedule"], written["zero"], written["virtual_stages"]) == (1, "gpipe", 1, 1)
+    assert load(file).parallel.schedule == "gpipe"
+
+
+def test_a_model_whose_name_has_line_breaks(plan, tmp_path: Path):
+    source = (Path(parallax.__file__).parent / "models/llama.py").read_text()
+    name = 'name="a\\nb = 1\\x00\\u2028c",'
+    named = re.sub(r"(?<=ModelShape\()\s*name=[^,]+,", lambda _: name, source)
+    assert named != source
+    (tmp_path / "model.py").write_text(named)
+    file = tmp_path / "run.toml"
+    words = EIGHT.replace("--model ", f"--model-file {tmp_path}/model.py --model ")
+    assert plan(words, "-o", str(file))[0] == 0
+    assert file.read_text().startswith("# Written by parallax plan: a b = 1 c on 8 x h100-sxm.\n")
+    assert tomllib.loads(file.read_text())["model"]["name"] == "llama3-8b"
+
+
+def test_where_one_file_cannot_be_written_none_is(plan, tmp_path: Path):
+    long = tmp_path / f"{'x' * 300}.html"
+    status, out, err = plan(EIGHT, "-o", str(tmp_path / "run.toml"), "--html", str(long))
+    assert status == 2 and out == "" and err.count("\n") == 1 and "File name too long" in err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("figure", "devices", "refused"),
+    [
+        ("hbm_bytes_per_s", 8, True),
+        ("link_inside_bytes_per_s", 8, True),
+        ("link_across_bytes_per_s", 16, True),
+        ("link_across_bytes_per_s", 8, False),  # where it is not needed
+        ("link_inside_bytes_per_s", 1, False),
+    ],
+)
+def test_a_figure_of_the_mesh_that_is_not_known(plan, tmp_path: Path, figure: str, devices: int, refused: bool):
+    text = (MESHES / "b200.toml").read_text()
+    (tmp_path / "mine.toml").write_text(re.sub(rf"(?m)^{figure} = \S+", f"{figure} = 0", text))
+    words = f"--model llama3-8b {BATCH} --mesh-file {tmp_path}/mine.toml"
+    status, _, err = plan(f"{words} --devices {devices}")
+    said = f"error: mesh b200: {figure} = 0, for not known, and this layout's time cannot be priced without; use a mesh"
+    assert (status, err.startswith(said), err.count("\n")) == ((2, True, 1) if refused else (0, False, 0))
+
+
+def test_a_mesh_without_peaks(plan, tmp_path: Path):
+    text = (MESHES / "b200.toml").read_text()
+    (tmp_path / "mine.toml").write_text(re.sub(r"(?m)^(bfloat16|float32) = .*", "", text))
+    status, _, err = plan(f"{EIGHT} --mesh-file {tmp_path}/mine.toml")
+    assert status == 2 and "has no peak FLOP/s in the mesh b200; use a --mesh-file that gives it" in err
+
+
 def test_more_positions_than_the_model_learned(plan, tmp_path: Path):
     words = "--model gpt3-175b --devices 128 --seq-len 4096 --global-batch-size 512"
     status, _, err = plan(words, "-o", str(tmp_path / "run.toml"))
@@ -127,6 +194,12 @@ def test_numbers_of_tokens(text: str, count: float):
     assert tokens_of(text) == pytest.approx(count)
 
 
+def _request_of(words: str) -> Request:
+    options = argparse.ArgumentParser()
+    add_arguments(options)
+    return read_request(options.parse_args(words.split()))[0]
+
+
 # Wrong requests: words that are added to (or stand in for) a right one, status, what the line says
 
 ALONE = [
@@ -144,6 +217,10 @@ ALONE = [
         "--devices 999999999 must be at most 131072; use 131072",
     ),
     (f"--model llama3-70b --devices 1013 {BATCH}", "--devices 1013: no product dp x pp x ep x cp x tp of it is legal"),
+    (
+        "--model llama3-8b --devices 1 --seq-len 1024 --global-batch-size 2000000000",
+        "microbatches x stages are at most 1000000); use 125 devices",
+    ),
     ("--model llama3-70b --devices 64 --seq-len 0 --global-batch-size 512", "--seq-len 0 must be at least 1"),
     ("--model llama3-70b --devices 64 --seq-len 8k --global-batch-size 512", '--seq-len "8k" is not an integer'),
     (
@@ -183,16 +260,32 @@ ADDED = [
         "parallel.tp = 3 must divide the devices, the model's heads and widths, and a node; use 1",
     ),
     ("parallel.tp=big", 'parallel.tp = "big" must be an integer'),
+    ("parallel.pp=3", "parallel.pp = 3 leaves no legal layout of 64 devices for --global-batch-size 512; use 1, 2, 4"),
     (
-        "parallel.tp=4 parallel.pp=3",
-        "parallel: tp 4 x pp 3 leaves no legal layout of 64 devices for a batch of 512",
+        "parallel.tp=4 parallel.pp=32",
+        "parallel: pp 32 x tp 4 leaves no legal layout of 64 devices for a batch of 512; use pp 2, 4, 8 or 16 or t",
     ),
+    ("parallel.cp=32 --seq-len 96", "parallel.cp = 32 must cut a sequence of 96 in two equal chunks a rank, and divid"),
+    ("parallel.tp=2 --seq-len 8191", "parallel.tp = 2 must divide a sequence of 8191, as sequence parallelism cuts it"),
+    ("model.kv_heads=3", "model.kv_heads = 3 does not divide model.heads = 64; use"),
+    ("model.heads=0", "model.heads = 0 must be at least 1"),
+    ("model.name=x", 'model.name = "x" is given by an option; use --model "x"'),
+    ("--tokens 1.2.3", '--tokens "1.2.3" is not a number of tokens; use'),
+    ("--tokens .", '--tokens "." is not a number of tokens; use'),
+    (
+        "--tokens 9e17",
+        "--tokens 9e17 are 214,576,721,192 steps, and a run has at most 2,147,483,647; use 9.01e+15 or le",
+    ),
+    (f"--devices {'9' * 5000}", "9999 must be at most 131072; use 131072 or less"),
+    (f"--seq-len -{'9' * 5000}", "9999 must be at least 1; use 1 or more"),
+    (f"--global-batch-size {'9' * 5000}", "9999 must be at most 2147483647"),
+    ("-o /dev/full", "-o /dev/full is a device and is not written to; use the name of a new file"),
     ("parallel.ep=2", "parallel.ep = 2 needs a model with experts; use 1"),
     ("parallel.cp=3", "parallel.cp = 3 must cut a sequence of 8192 in two equal chunks a rank"),
     ("parallel.pp=100", "parallel.pp = 100 is more than the model's 80 layers"),
     (
         "parallel.virtual_stages=50",
-        "parallel.virtual_stages = 50 needs a pipeline of at least 2 ranks and at most 80",
+        "parallel.virtual_stages = 50 needs a pipeline of at least 2 ranks and at most 80 layers // 2 = 40 chunks on",
     ),
     (
         "parallel.schedule=gpipe parallel.virtual_stages=2",
@@ -211,6 +304,61 @@ def test_wrong_requests(plan, words: str, said: str):
     assert err.count("\n") == 1 and err.startswith("error: ") and said in err, err
 
 
+def test_too_large_with_what_is_fixed_still_says_sizes(plan):
+    status, out, err = plan(f"--model llama3.1-405b --devices 8 {BATCH}", "train.remat=none")
+    assert status == 1 and out == "" and "remat none, needs " in err and "use --devices " in err
+
+
+def test_device_days_at_full_peak(plan):
+    """6 x parameters and attention FLOPs a token, over 989.4e12 FLOP/s."""
+    status, _, err = plan(f"--model llama3-8b {BATCH} --target-days 0.001 --tokens 2T")
+    flops = 2e12 * load_model(Model(name="llama3-8b"))[1].shape().train_flops_per_token(8192)
+    days = flops / 989.4e12 / 86_400
+    assert status == 1 and f"that is {days:,.0f} device-days at full peak, {1000 * days:,.0f} devices" in err
+
+
+@pytest.mark.parametrize("devices", ["64", "auto"])
+@pytest.mark.parametrize(
+    "pin",
+    [
+        *("parallel.tp=3", "parallel.dp=3", "parallel.ep=2", "parallel.cp=3", "parallel.pp=100"),
+        *("parallel.virtual_stages=99", "train.micro_batch_size=1000"),
+    ],
+)
+def test_every_value_that_a_refusal_offers_can_be_planned_with(plan, devices: str, pin: str):
+    words = f"--model llama3-70b --devices {devices} {BATCH}"
+    status, _, err = plan(words, pin)
+    offered = re.findall(r"\d+", err.rpartition("; use ")[2])
+    assert status == 2 and err.count("\n") == 1 and offered
+    key = pin.partition("=")[0]
+    for value in offered:
+        assert _request_of(f"{words} {key}={value}").pins[key.partition(".")[2]] == int(value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model llama3-70b --devices 1000 --seq-len 1000 --global-batch-size 1 parallel.pp=5", "use 40 devices"),
+        (
+            "--model llama3-70b --devices 127 --seq-len 8192 --global-batch-size 1024 parallel.dp=3",
+            "use 126 or 128 devices",
+        ),
+        (
+            "--model deepseek-v3 --mesh h200-sxm --devices 512 --seq-len 127 --global-batch-size 7 parallel.ep=8",
+            "parallel.ep = 8 must divide the model's experts, the devices and --global-batch-size 7; use 1",
+        ),
+        (
+            "--model llama3-8b --devices 1013 --seq-len 8192 --global-batch-size 512 parallel.virtual_stages=4",
+            "use 896 or 1024 devices",
+        ),
+    ],
+)
+def test_where_nothing_near_is_legal(plan, words: str, said: str):
+    status, out, err = plan(words)
+    assert status == 2 and out == "" and said in err
+    assert all(line.startswith("error: ") for line in err.splitlines())
+
+
 def test_every_problem_is_listed(plan):
     status, _, err = plan("--model llama3-71b --mesh h100 --devices x --seq-len 8k --global-batch-size 512 foo")
     assert status == 2 and len(err.splitlines()) == 5
@@ -227,10 +375,37 @@ def test_every_problem_is_listed(plan):
         ("--model llama3-70b --devices 16 --mesh tpu-v5e", "fits nowhere on 16 x tpu-v5e"),
         (
             "--model llama3-70b --target-days 0.01 --tokens 2T",
-            "no number of h100-sxm up to 32,768 trains on 2e+12",
+            "no number of h100-sxm of those tried up to 32,768 trains on 2e+12 tokens in 0.01 days",
         ),
     ],
 )
 def test_what_fits_nowhere_says_what_would_do(plan, words: str, said: str):
     status, out, err = plan(f"{words} {BATCH}")
     assert status == 1 and out == "" and err.count("\n") == 1 and said in err, err
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "40", "200"])
+def test_a_terminal_of_any_width(monkeypatch: pytest.MonkeyPatch, columns: str):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    widths: list[int] = []
+    print_view(lambda width: widths.append(width) or "shown")
+    assert widths == [max(40, int(columns))] and terminal.getvalue() == "shown\n"
+
+
+def test_what_is_pinned_and_has_to_be_found(plan):
+    """Numbers of devices that no node is a part of."""
+    status, out, _ = plan(f"--model llama3-70b --devices auto {BATCH} --json", "parallel.pp=7")
+    facts = json.loads(out)
+    assert status == 0 and facts["devices"] % 7 == 0
+    request = _request_of(f"--model llama3-70b --devices auto {BATCH} parallel.pp=7")
+    assert facts["devices"] == min(n for n in range(1, 225) if fits(dataclasses.replace(request, devices=n)))
+
+
+def test_a_headroom_is_not_rounded(plan):
+    status, _, err = plan(f"{EIGHT} --headroom 99.9")
+    assert status == 1 and "(99.9% headroom)" in err and "no number of devices of those tried up to 32,768" in err

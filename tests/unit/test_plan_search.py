@@ -18,11 +18,14 @@ from parallax.plan.search import (
     NEAR,
     Found,
     Request,
+    between,
     device_counts,
+    fits,
     search,
     smallest_that_fits,
     smallest_that_is_fast,
     training_days,
+    with_memory_for,
 )
 from parallax.plan.sharded import fully_sharded
 from parallax.plan.step import own_step
@@ -144,15 +147,50 @@ def test_tp_stays_in_a_node_of_gpus():
 
 
 def test_counts_of_devices():
-    assert [*device_counts(H100, most=64)] == [1, 2, 4, 8, 16, 24, 32, 48, 64]
-    assert [*device_counts(TPU, least=3, most=24)] == [4, 8, 12, 16, 24]
+    request = Request(small(), H100, 0, 2048, 64)
+    assert device_counts(request, most=64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    on_tpu = dataclasses.replace(request, machine=TPU)
+    assert device_counts(on_tpu, least=3, most=24) == [4, 8, 12, 16, 24]
+    assert between(request, 16, 48) == [24, 32, 40] and between(request, 4, 8) == [5, 6, 7]
+
+
+def test_counts_are_multiples_of_what_is_pinned():
+    request = Request(small(), H100, 0, 2048, 64, pins={"pp": 7})
+    assert device_counts(request, most=120) == [7, 14, 21, 28, 42, 56, 84, 112]
+    assert between(request, 28, 56) == [35, 42, 49]
+    request = dataclasses.replace(request, pins={"pp": 2, "tp": 2})
+    assert device_counts(request, most=48) == [4, 8, 12, 16, 24, 32, 48] and between(request, 16, 48) == [24, 32, 40]
+
+
+@pytest.mark.parametrize("pins", [{}, {"tp": 2}, {"remat": "none"}, {"micro_batch_size": 4}])
+@pytest.mark.parametrize("gib", [0.5, 1, 1.5, 2, 3, 5])
+def test_what_fits_is_what_the_search_finds(gib: float, pins: dict):
+    request = Request(small(), tight(H100, gib), 8, 2048, 16, pins=pins)
+    assert fits(request) == bool(search(request).fitting)
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_something_is_priced_however_large_it_is(remat: str):
+    found = search(Request(shape_of("llama3-70b"), H100, 1, 8192, 512, pins={"remat": remat}))
+    assert {c.train.remat for c in found.too_large} == {remat}
+
+
+def test_no_schedule_is_longer_than_can_be_run():
+    request = Request(small(), H100, 8, 2048, 4_000_000)
+    found = search(request)
+    assert found.fitting
+    for c in (*found.fitting, *found.too_large):
+        assert (
+            c.parallel.pp * c.parallel.virtual_stages * (4_000_000 // c.parallel.dp) // c.train.micro_batch_size <= 1e6
+        )
+        assert not [*job_problems(run_config(c.parallel, c.train), request.shape, H100)]
 
 
 def test_the_smallest_pod_that_fits():
     request = Request(shape_of("llama3-70b"), H100, 0, 8192, 512)
     found = smallest_that_fits(request)
     assert found and found.best
-    fewer = [n for n in device_counts(H100) if n < found.request.devices]
+    fewer = [n for n in device_counts(request) if n < found.request.devices]
     for count in fewer[-2:]:
         assert not search(dataclasses.replace(request, devices=count)).fitting
 
@@ -165,7 +203,7 @@ def test_the_smallest_pod_that_is_fast_enough():
     assert (
         training_days(found, 1e12) == pytest.approx(1e12 / tokens_per_s / 86_400) and training_days(found, 1e12) <= 30
     )
-    fewer = max(n for n in device_counts(H100) if n < found.request.devices)
+    fewer = max(n for n in device_counts(request) if n < found.request.devices)
     assert training_days(search(dataclasses.replace(request, devices=fewer)), 1e12) > 30
     assert smallest_that_is_fast(request, tokens=1e15, days=0.001) is None
 
@@ -185,3 +223,19 @@ def test_fully_sharded_weights_hold_their_share():
 def test_found_without_anything():
     found = Found(Request(small(), H100, 8, 2048, 64), (), ())
     assert found.best is None and found.layouts() == [] and found.nearest_infeasible() is None
+
+
+def test_known_prices_change_nothing():
+    request = Request(small(), tight(H100, 3), 8, 2048, 16)
+    known = search(dataclasses.replace(request, machine=tight(H100, 2)))
+    assert search(request, known).fitting == search(request).fitting and not search(request, known).too_large
+
+
+@pytest.mark.parametrize("headroom", [0, 0.08, 0.5])
+def test_memory_for_what_does_not_fit(headroom: float):
+    request = Request(shape_of("llama3-70b"), H100, 64, 8192, 512, headroom=headroom)
+    candidate = search(request).too_large[3]
+    roomier = with_memory_for(request, candidate)
+    more = (roomier.machine.hbm_bytes - H100.hbm_bytes) / 2**30
+    assert 0 < roomier.budget_bytes - candidate.memory_bytes <= 0.1001 * (1 - headroom) * 2**30
+    assert more == pytest.approx(round(more, 1)) and candidate in search(roomier).fitting
