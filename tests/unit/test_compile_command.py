@@ -251,28 +251,58 @@ def test_a_build_error_carries_what_it_needs():
     missing(load_machine(MeshChoice(name="h100-sxm"))) is not None,
     reason="NOT RUN: jax's CUDA plugin is not installed (pip install parallax-train[cuda-aot])",
 )
-def test_a_gpu_builds_traffic_is_what_the_sizes_say(run_file, capsys):
-    """dp2·pp2·tp2·cp2 for 16 H100, byte for byte: sends of the pipeline, activations that the vocabulary shares, the
-    softmax's sums, one reduction of each gradient and one gathering of each weight."""
+@pytest.mark.parametrize("context", ["ring", "all_gather"])
+def test_a_gpu_builds_traffic_is_what_the_sizes_say(run_file, context: str, capsys):
+    """dp2·pp2·tp2·cp2 for 16 H100 with full recomputation: every row of the table, byte for byte, and no other row."""
     D, H, K, C, F, V, L = 512, 8, 4, 64, 1536, 1024, 8
     dp = pp = tp = cp = 2
     S, m = 1024, 4
     words = f"model.width={D} model.heads={H} model.kv_heads={K} model.ff={F} model.vocab_size={V} model.layers={L} "
-    words += f"parallel.cp={cp} parallel.virtual_stages=1 parallel.schedule=1f1b train.seq_len={S} "
-    words += f"train.global_batch_size={m * dp} --target h100-sxm --json"
+    words += f"parallel.cp={cp} parallel.virtual_stages=1 parallel.schedule=1f1b parallel.context={context} "
+    words += f"train.seq_len={S} train.global_batch_size={m * dp} train.remat=full --target h100-sxm --json"
     assert main(["compile", run_file, *words.split()]) == 0
     facts = json.loads(capsys.readouterr().out)
     found: dict[tuple[str, str], int] = {}
     for row in facts["collectives"]:
         key = "·".join(row["axes"]), row["kind"]
         found[key] = found.get(key, 0) + row["bytes"]
+
     tokens, bf16, f32 = S // cp, 2, 4
-    between = tokens // tp * D * bf16
+    whole, part = tokens * D * bf16, tokens // tp * D * bf16  # activations of a microbatch: all, and a rank's sequence
+    ticks = m + pp - 1  # that a rank spends in forward, and as many in backward
+    visits = ticks * L // pp  # of a rank to a layer
+    kv = 2 * tokens * K // tp * C * bf16
     layer = D * H * C + 2 * D * K * C + H * C * D + 3 * D * F
     local = L // pp * (layer // tp + 2 * D) + 2 * V * D // (pp * tp) + D
-    assert found["pp", "collective-permute"] == 2 * (m + pp - 1) * between
-    assert found["pp", "all-reduce"] == 4 * m * between
-    assert found["pp·tp", "all-reduce"] == 3 * m * tokens * f32
-    assert found["dp·cp", "reduce-scatter"] == local * f32 // (dp * cp)
-    assert found["dp·cp", "all-gather"] == local * bf16
+    expected = {
+        # activations one way, their gradients the other
+        ("pp", "collective-permute"): 2 * ticks * part,
+        # the embedding's sum, the head's input, the gradients of both
+        ("pp", "all-reduce"): 4 * m * part,
+        # of the softmax: largest, sum, the target's logit
+        ("pp·tp", "all-reduce"): 3 * m * tokens * f32,
+        # a float32 gradient of each weight and a 16-bit weight, once a step
+        ("dp·cp", "reduce-scatter"): local * f32 // (dp * cp),
+        ("dp·cp", "all-gather"): local * bf16,
+        # the gradient norm, by what weights are cut along; the loss goes with the first
+        ("dp·cp", "all-reduce"): 2 * f32,
+        ("pp·dp·cp", "all-reduce"): f32,
+        ("pp·dp·cp·tp", "all-reduce"): f32,
+        # before attention and before the MLP: forward, computed again, and the gradient of what comes after; the head's
+        # input and the embedding's gradient
+        ("tp", "all-gather"): (6 * visits + 2 * m) * whole,
+        # after attention and after the MLP, of which the last need not be computed again; the gradient of what comes
+        # before; the embedding and the gradient of the head's input
+        ("tp", "reduce-scatter"): (5 * visits + 2 * m) * part,
+        # gradients of norms, that each rank has of its part of the sequence
+        ("tp", "all-reduce"): (2 * visits + m) * D * bf16,
+    }
+    if context == "ring":
+        # keys and values, forward and once for both halves of backward; their gradients, in float32 but on the way home
+        hops = cp - 1
+        expected["cp", "collective-permute"] = visits * (hops * kv + hops * kv + hops * kv * f32 // bf16 + kv)
+    else:
+        expected["cp", "all-gather"] = visits * 2 * cp * kv
+        expected["cp", "reduce-scatter"] = visits * kv * f32 // bf16
+    assert found == expected
     assert facts["warnings"] == []
