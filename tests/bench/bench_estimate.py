@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {problem}", file=sys.stderr)
         return 2
 
-    console = Console(width=200, highlight=False)
+    console = Console(width=280, highlight=False)
     machines = {name: load_machine(MeshChoice(name=name)) for name in dict.fromkeys(row.hardware for row in rows)}
     priced = price_rows(rows, machines)
     console.print(rows_view(priced))
