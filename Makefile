@@ -14,6 +14,7 @@ help:
 	@echo 'make bench           memory, compile and step times on emulated devices'
 	@echo 'make bench-estimate  the estimator beside measured steps (docs/estimate.md)'
 	@echo 'make bench-compile   pods that are not there through the real compiler (needs libtpu, the CUDA plugin)'
+	@echo 'make bench-memory    the estimate of memory against what XLA allots, 24 builds (needs the same)'
 	@echo 'make clean           remove environments, builds and caches; runs/ stays'
 
 demo: .venv/installed
@@ -41,6 +42,9 @@ bench: .venv/installed
 
 bench-compile: .venv/installed
 	@.venv/bin/python tests/bench/bench_compile.py $(ARGS)
+
+bench-memory: .venv/installed
+	@.venv/bin/python tests/bench/bench_memory.py $(ARGS)
 
 bench-estimate: .venv/installed
 	@.venv/bin/python tests/bench/bench_estimate.py $(ARGS)
@@ -82,5 +86,5 @@ clean:
 	done; \
 	echo 'error: the newest jax needs Python 3.12, 3.13 or 3.14; none on PATH or in pyenv' >&2; exit 1
 
-.PHONY: help demo test test-slow test-newest lint bench bench-compile bench-estimate clean
+.PHONY: help demo test test-slow test-newest lint bench bench-compile bench-memory bench-estimate clean
 .DELETE_ON_ERROR:

@@ -22,30 +22,30 @@ from parallax.text import columns
 
 # model, mesh, devices; sequence, global batch; layout; micro batch, remat; what else
 BUILDS = """
-llama3-8b     h100-sxm  8192 128   dp=4 pp=2 virtual_stages=2                   1 none
-llama3-8b     h100-sxm  8192 128   dp=4 tp=2                                    1 selective
-llama3-8b     h100-sxm  8192 128   tp=8                                         2 full
-llama3-8b     h100-sxm  8192 128   dp=2 pp=2 cp=2                               1 none       parallel.context=all_gather
-llama3-8b     h100-sxm  32768 32   cp=8                                         1 full       parallel.context=ring
-llama3-8b     h100-sxm  8192 128   pp=4 tp=2 virtual_stages=4                   1 selective  parallel.zero=0
-llama3-8b     h100-sxm  4096 128   dp=2 tp=4                                    4 none       parallel.sequence_parallel=false
-llama3-70b    h100-sxm  8192 512   dp=2 pp=4 cp=2 tp=4                          1 none       parallel.context=all_gather
+llama3-8b     h100-sxm  8192 128   dp=4 pp=2 virtual_stages=2      1 none
+llama3-8b     h100-sxm  8192 128   dp=4 tp=2                       1 selective
+llama3-8b     h100-sxm  8192 128   tp=8                            2 full
+llama3-8b     h100-sxm  8192 128   dp=2 pp=2 cp=2                  1 none       parallel.context=all_gather
+llama3-8b     h100-sxm  32768 32   cp=8                            1 full       parallel.context=ring
+llama3-8b     h100-sxm  8192 128   pp=4 tp=2 virtual_stages=4      1 selective  parallel.zero=0
+llama3-8b     h100-sxm  4096 128   dp=2 tp=4                       4 none       parallel.sequence_parallel=false
+llama3-70b    h100-sxm  8192 512   dp=2 pp=4 cp=2 tp=4             1 none       parallel.context=all_gather
 llama3-70b    h100-sxm  8192 512   dp=4 pp=4 tp=4 virtual_stages=10             1 none
-llama3-70b    h100-sxm  8192 512   dp=4 pp=2 tp=8 virtual_stages=8              2 selective
-llama3-70b    h100-sxm  8192 512   dp=8 tp=8                                    2 full
-gpt3-175b     h100-sxm  2048 512   dp=2 pp=8 tp=8 virtual_stages=3              2 selective
-gpt3-175b     h100-sxm  2048 512   dp=4 pp=4 tp=8                               1 none
-llama3.1-405b h100-sxm  8192 512   dp=8 pp=8 cp=2 tp=8                          1 selective  parallel.context=all_gather
-gpt-1t        h100-sxm  2048 3072  dp=6 pp=64 tp=8                              1 none
-llama3-8b     tpu-v5p   8192 128   dp=4 pp=2 virtual_stages=2                   1 none
-llama3-8b     tpu-v5p   8192 128   dp=4 tp=2                                    1 selective
-llama3-8b     tpu-v5p   8192 128   tp=8                                         2 full
-llama3-8b     tpu-v5p   8192 128   dp=2 pp=2 cp=2                               1 none       parallel.context=all_gather
-llama3-8b     tpu-v5p   32768 32   cp=8                                         1 full       parallel.context=ring
-llama3-8b     tpu-v5p   4096 128   dp=2 tp=4                                    4 none       parallel.sequence_parallel=false
-llama2-7b     tpu-v5p   4096 256   dp=4 pp=2                                    4 selective
-llama3-70b    tpu-v5p   8192 512   dp=4 pp=4 tp=4                               1 full
-gpt3-175b     tpu-v5p   2048 512   dp=2 pp=4 tp=8 virtual_stages=3              1 selective
+llama3-70b    h100-sxm  8192 512   dp=4 pp=2 tp=8 virtual_stages=8 2 selective
+llama3-70b    h100-sxm  8192 512   dp=8 tp=8                       2 full
+gpt3-175b     h100-sxm  2048 512   dp=2 pp=8 tp=8 virtual_stages=3 2 selective
+gpt3-175b     h100-sxm  2048 512   dp=4 pp=4 tp=8                  1 none
+llama3.1-405b h100-sxm  8192 512   dp=8 pp=8 cp=2 tp=8             1 selective  parallel.context=all_gather
+gpt-1t        h100-sxm  2048 3072  dp=6 pp=64 tp=8                 1 none
+llama3-8b     tpu-v5p   8192 128   dp=4 pp=2 virtual_stages=2      1 none
+llama3-8b     tpu-v5p   8192 128   dp=4 tp=2                       1 selective
+llama3-8b     tpu-v5p   8192 128   tp=8                            2 full
+llama3-8b     tpu-v5p   8192 128   dp=2 pp=2 cp=2                  1 none       parallel.context=all_gather
+llama3-8b     tpu-v5p   32768 32   cp=8                            1 full       parallel.context=ring
+llama3-8b     tpu-v5p   4096 128   dp=2 tp=4                       4 none       parallel.sequence_parallel=false
+llama2-7b     tpu-v5p   4096 256   dp=4 pp=2                       4 selective
+llama3-70b    tpu-v5p   8192 512   dp=4 pp=4 tp=4                  1 full
+gpt3-175b     tpu-v5p   2048 512   dp=2 pp=4 tp=8 virtual_stages=3 1 selective
 """
 
 
