@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_END = re.compile(r"^\}(, execution_thread=\S+)?$")
 _INSTRUCTION = re.compile(r"^  (ROOT )?%?([\w.\-]+) = ")
 _OP = re.compile(r" ([\w\-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{[^{}]*?(?:S\((\d+)\)[^{}]*)?\})?")
@@ -123,13 +124,13 @@ class Program:
         inside: Computation | None = None
         pending: list[str] = []  # the lines of an instruction: its attributes may hold line ends
         for line in text.splitlines():
-            if _INSTRUCTION.match(line) or line == "}" or (header := _COMPUTATION.match(line)):
+            if _INSTRUCTION.match(line) or _END.match(line) or _COMPUTATION.match(line):
                 if pending and inside is not None:
                     inside.instructions.append(_instruction("\n".join(pending)))
                 pending = []
             if _INSTRUCTION.match(line):
                 pending = [line]
-            elif line == "}":
+            elif _END.match(line):
                 inside = None
             elif inside is None and (header := _COMPUTATION.match(line)):
                 inside = self.computations[header.group(2)] = Computation()

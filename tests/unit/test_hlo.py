@@ -44,9 +44,15 @@ metadata={op_name="jit(step)/while"}, backend_config={"known_trip_count":{"n":"3
 }
 """
 
-# TPU: tiled layouts and memory spaces, a fusion of all-reduce and slice, and attributes with line ends in them.
+# TPU: tiled layouts and memory spaces, a fusion of all-reduce and slice, a computation of another core, and attributes
+# with line ends in them.
 TPU = """\
 HloModule jit_step, is_scheduled=true
+
+%offloaded.1 (rows.1: bf16[256,512]) -> bf16[128,512] {
+  %rows.1 = bf16[256,512]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %gathered = bf16[128,512]{1,0:T(8,128)(2,1)} custom-call(%rows.1), custom_call_target="tpu_custom_call"
+}, execution_thread="sparsecore"
 
 %all-reduce-scatter.1 (input.1: bf16[256,512]) -> bf16[128,512] {
   %input.1 = bf16[256,512]{1,0:T(8,128)(2,1)} parameter(0)
