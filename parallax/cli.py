@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NoReturn
 
 from parallax.config import ConfigError, read
@@ -137,27 +138,18 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in log.dir")
     train.add_argument("--json", action="store_true", help="print one JSON object, the result, and nothing else")
     train.set_defaults(run=_train)
-    schedule = verbs.add_parser("schedule", help="print, draw and measure a pipeline schedule")
-    schedule_command.add_arguments(schedule)
-    schedule.set_defaults(run=lambda args: _print_results(schedule_command.run, args))
-    checkpoint = verbs.add_parser("checkpoint", help="list the checkpoints of a run, or show what is in one")
-    checkpoint_command.add_arguments(checkpoint)
-    checkpoint.set_defaults(run=lambda args: _print_results(checkpoint_command.run, args))
-    tokenize = verbs.add_parser("tokenize", help="turn text into tokens on disk")
-    tokenize_command.add_arguments(tokenize)
-    tokenize.set_defaults(run=lambda args: _print_results(tokenize_command.run, args))
-    plan = verbs.add_parser("plan", help="choose a layout for a model on a machine, and say why")
-    plan_command.add_arguments(plan)
-    plan.set_defaults(run=lambda args: _print_results(plan_command.run, args))
-    estimate = verbs.add_parser("estimate", help="memory and step time of a run file, by formula")
-    estimate_command.add_arguments(estimate)
-    estimate.set_defaults(run=lambda args: _print_results(estimate_command.run, args))
-    compiled = verbs.add_parser("compile", help="build the train step with XLA for a pod that is not there")
-    compile_command.add_arguments(compiled)
-    compiled.set_defaults(run=lambda args: _print_results(compile_command.run, args))
-    translate = verbs.add_parser("translate", help="turn a Megatron-LM command line into a run file")
-    translate_command.add_arguments(translate)
-    translate.set_defaults(run=lambda args: _print_results(translate_command.run, args))
+    for name, command, what in (
+        ("schedule", schedule_command, "print, draw and measure a pipeline schedule"),
+        ("checkpoint", checkpoint_command, "list the checkpoints of a run, or show what is in one"),
+        ("tokenize", tokenize_command, "turn text into tokens on disk"),
+        ("plan", plan_command, "choose a layout for a model on a machine, and say why"),
+        ("estimate", estimate_command, "memory and step time of a run file, by formula"),
+        ("compile", compile_command, "build the train step with XLA for a pod that is not there"),
+        ("translate", translate_command, "turn a Megatron-LM command line into a run file"),
+    ):
+        verb = verbs.add_parser(name, help=what)
+        command.add_arguments(verb)
+        verb.set_defaults(run=partial(_print_results, command.run))
     return parser
 
 

@@ -76,7 +76,6 @@ def main(request: dict[str, Any]) -> None:
         "outputs": memory.output_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
     }
     (folder / "memory.json").write_text(json.dumps(facts))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from parallax.aot.report import read, to_json
 from parallax.aot.show import report_view
 from parallax.aot.target import missing, topology_name
 from parallax.config import ConfigError, show, suggest
+from parallax.layout import AXES
 from parallax.machine import machine_names
 from parallax.output import output_problems, write_whole
 from parallax.plan.estimate import GIB, Estimate, Job, estimate
@@ -25,7 +27,7 @@ EXAMPLE = """\
 examples:
   parallax compile run.toml
   parallax compile run.toml --target tpu-v5p parallel.tp=2 parallel.dp=4
-  parallax compile examples/llama3-70b-64-h100.toml --json --hlo step.hlo
+  parallax compile examples/pods/llama3-70b-64-h100.toml --json --hlo step.hlo
 
 exit status: 0 done, 1 it does not fit or the compiler failed, 2 the input is wrong
 """
@@ -101,7 +103,7 @@ def _does_not_fit(predicted: Estimate, needs_bytes: float) -> str:
     over = (needs_bytes - job.machine.hbm_bytes) / GIB
     train = job.train
     request = Request(job.shape, job.machine, job.devices, train.seq_len, train.global_batch_size, train.precision)
-    same = search(Request(**{**vars(request), "pins": _sizes(job)})).best
+    same = search(dataclasses.replace(request, pins=_sizes(job))).best
     best = same or search(request).best
     use = (
         f"use {describe(best)}" if best else "no layout of so many devices fits; parallax plan finds how many would do"
@@ -114,4 +116,4 @@ def _does_not_fit(predicted: Estimate, needs_bytes: float) -> str:
 
 
 def _sizes(job: Job) -> dict[str, int]:
-    return {axis: getattr(job.parallel, axis) for axis in ("dp", "pp", "ep", "cp", "tp")}
+    return {axis: getattr(job.parallel, axis) for axis in AXES}

@@ -7,6 +7,7 @@ from typing import Any
 
 from parallax.aot.builder import Built
 from parallax.aot.simulate import Simulation, simulate
+from parallax.aot.timeline import timeline
 from parallax.aot.traffic import Traffic, traffic
 from parallax.aot.turns import turns
 from parallax.aot.warn import warnings
@@ -31,17 +32,17 @@ class Report:
 
 
 def read(built: Built, predicted: Estimate) -> Report:
-    job, text = predicted.job, built.program
+    job = predicted.job
     parallel, mesh = job.parallel, {axis: axis_sizes(job.parallel)[axis] for axis in AXES}
     schedule = make_schedule(parallel.schedule, parallel.pp, parallel.virtual_stages, job.microbatches)
-    known = turns(tick_table(schedule))
+    line = timeline(built.program, mesh, job.machine, turns(tick_table(schedule)))
     flops = job.shape.train_flops_per_token(job.train.seq_len) * job.tokens
     return Report(
         built,
         predicted,
-        tuple(traffic(text, mesh, job.machine, known)),
-        simulate(text, mesh, job.machine, known, flops),
-        tuple(warnings(text, mesh, job.machine, known, built.log, _stacked(predicted))),
+        tuple(traffic(line, mesh, job.machine)),
+        simulate(line, mesh, job.machine, flops),
+        tuple(warnings(line, job.machine, built.log, _stacked(predicted))),
     )
 
 

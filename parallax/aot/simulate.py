@@ -12,8 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallax.aot.timeline import timeline
-from parallax.aot.turns import Turns
+from parallax.aot.timeline import Timeline
 from parallax.machine import Machine
 
 
@@ -30,12 +29,9 @@ class Simulation:
     notes: tuple[str, ...]
 
 
-def simulate(
-    text: str, mesh: Mapping[str, int], machine: Machine, turns: Turns, model_flops: float | None
-) -> Simulation:
+def simulate(line: Timeline, mesh: Mapping[str, int], machine: Machine, model_flops: float | None) -> Simulation:
     """`model_flops` are those of a step on all devices; None leaves the MFU out, which is against the first peak of
     the mesh file (bfloat16)."""
-    line = timeline(text, mesh, machine, turns)
     time_s: defaultdict[str, float] = defaultdict(float)
     communication_s: defaultdict[str, float] = defaultdict(float)
     unknown: Counter[str] = Counter()

@@ -40,6 +40,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
+    program: Program
+    roofline: Roofline
     step_time_s: float
     events: list[Event]
     unknown_loops: tuple[str, ...]  # neither the text nor the table says how often they turn: once was taken
@@ -49,7 +51,7 @@ def timeline(text: str, mesh: Mapping[str, int], machine: Machine, turns: Turns)
     """Of a step of the program in `text`, compiled for a mesh of these axis sizes, slowest axis first."""
     walk = _Walk(Program(text), mesh, machine, turns)
     step_time_s = walk.computation(walk.program.entry, Fraction(1), ())
-    return Timeline(step_time_s, walk.events, tuple(walk.unknown_loops))
+    return Timeline(walk.program, walk.roofline, step_time_s, walk.events, tuple(walk.unknown_loops))
 
 
 @dataclass

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallax.aot.roofline import in_one_node
-from parallax.aot.timeline import Event, timeline
-from parallax.aot.turns import Turns
+from parallax.aot.timeline import Event, Timeline
 from parallax.machine import Machine
 
 
@@ -30,11 +29,10 @@ class Traffic:
     names: tuple[str, ...]  # the jax operations that they came from, or the compiler's own name
 
 
-def traffic(text: str, mesh: Mapping[str, int], machine: Machine, turns: Turns) -> list[Traffic]:
-    """Of a scheduled program's text, for a mesh of these axis sizes, slowest axis first; in mesh order of axes, largest
-    first."""
+def traffic(line: Timeline, mesh: Mapping[str, int], machine: Machine) -> list[Traffic]:
+    """Of a step on a mesh of these axis sizes, slowest axis first; in mesh order of axes, largest first."""
     rows: dict[tuple[tuple[str, ...], str, bool], list[Event]] = {}
-    for event in timeline(text, mesh, machine, turns).events:
+    for event in line.events:
         if one := event.collective:
             rows.setdefault((one.axes, one.kind, in_one_node(one, machine)), []).append(event)
     order = list(mesh)

@@ -7,11 +7,10 @@ library's call is not seen.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from parallax.aot.roofline import Roofline, in_one_node
-from parallax.aot.timeline import Event, timeline
-from parallax.aot.turns import Turns
+from parallax.aot.timeline import Event, Timeline
 from parallax.hlo import Array, Collective, Instruction, Program
 from parallax.hlo.program import Computation
 from parallax.machine import Machine
@@ -23,21 +22,13 @@ _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization.*?(?:operat
 _TICKS = re.compile(r"/ticks\d+/")
 
 
-def warnings(
-    text: str,
-    mesh: Mapping[str, int],
-    machine: Machine,
-    turns: Turns,
-    log: str = "",
-    stacked: Sequence[tuple[int, ...]] = (),
-) -> list[str]:
+def warnings(line: Timeline, machine: Machine, log: str = "", stacked: Sequence[tuple[int, ...]] = ()) -> list[str]:
     """`log` is what the compiler printed; `stacked` the shapes on one device of the weights (or gradients) that are
     stacked by layer, whose copies are looked for."""
-    program = Program(text)
-    roofline = Roofline(program, machine)
+    program, roofline = line.program, line.roofline
     places = {instruction.name: computation for computation, instruction, _ in program.walk()}
     lines = list(_rematerialised(log))
-    collectives = [(e, e.collective) for e in timeline(text, mesh, machine, turns).events if e.collective]
+    collectives = [(e, e.collective) for e in line.events if e.collective]
     for event, one in collectives:
         computation = places[one.instruction]
         start = computation.by_name[one.instruction]

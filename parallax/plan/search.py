@@ -11,13 +11,11 @@ from itertools import product
 from typing import Any
 
 from parallax.config import Parallel, Train
-from parallax.kernels import kernel_of
 from parallax.layout import AXES
 from parallax.machine import Machine
 from parallax.plan.costs import Costs
-from parallax.plan.estimate import GIB, Job
+from parallax.plan.estimate import GIB, Job, memory_of
 from parallax.plan.layer import PARALLAX, LayerTimes
-from parallax.plan.memory import own_memory
 from parallax.plan.step import own_step
 from parallax.schedule.op import MAX_OPS
 from parallax.shape import ModelShape
@@ -126,10 +124,10 @@ def search(request: Request, known: Found | None = None) -> Found:
             parallel = in_chunks(request, layout, v, context)
             for micro in micro_batches(request, parallel):
                 priced = [*_price_remats(request, times, prices, parallel, micro)]
-                fits = [c for c in priced if c.memory_bytes <= request.budget_bytes]
-                fitting += fits
-                too_large += [c for c in priced if c not in fits]
-                if not fits:
+                fit = [c for c in priced if c.memory_bytes <= request.budget_bytes]
+                fitting += fit
+                too_large += [c for c in priced if c.memory_bytes > request.budget_bytes]
+                if not fit:
                     break
     fitting.sort(key=lambda c: (c.step_time_s, c.complexity, c.memory_bytes))
     too_large.sort(key=lambda c: (c.memory_bytes, c.step_time_s))
@@ -157,8 +155,7 @@ def _price_remats(
 
 def memory_bytes(request: Request, parallel: Parallel, train: Train) -> float:
     """On the device that holds the most, with the attention kernel this machine would run."""
-    kernel, _ = kernel_of(request.machine.platform, request.shape, parallel, train)
-    return sum(own_memory(request.shape, parallel, train, kernel)[0].values())
+    return sum(memory_of(Job(request.shape, request.machine, parallel, train))[0].values())
 
 
 def fits(request: Request) -> bool:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from parallax.kernels import kernel_of
 from parallax.plan.costs import Costs
+from parallax.plan.estimate import Job, memory_of
 from parallax.plan.layer import PARALLAX, LayerTimes
-from parallax.plan.memory import own_memory
-from parallax.plan.search import Request, layouts, micro_batches, train_of
+from parallax.plan.search import REMATS, Request, layouts, micro_batches, train_of
 from parallax.plan.step import device_sizes, local_elements, own_step, work_of
 
 
@@ -47,10 +46,9 @@ def fully_sharded(request: Request) -> Sharded | None:
         gather = costs.gather(costs.item * layer, replicas, parallel.tp)
         scatter = costs.gather(4 * layer, replicas, parallel.tp)
         for micro in micro_batches(dense, parallel):
-            for remat in ("none", "selective", "full"):
+            for remat in REMATS:
                 train = train_of(dense, micro, remat)
-                kernel, _ = kernel_of(request.machine.platform, shape, parallel, train)
-                items = own_memory(shape, parallel, train, kernel)[0]
+                items = memory_of(Job(shape, request.machine, parallel, train))[0]
                 held = sum(items[name] for name in ("stash", "inboxes", "logits", "workspace"))
                 memory = 18 * elements / replicas + 2 * (costs.item + 4) * layer + held
                 if memory > request.budget_bytes:

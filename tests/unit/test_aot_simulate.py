@@ -8,6 +8,7 @@ import pytest
 
 from parallax.aot.roofline import Roofline, Work
 from parallax.aot.simulate import simulate
+from parallax.aot.timeline import timeline
 from parallax.aot.turns import Turns
 from parallax.config import MeshChoice
 from parallax.hlo import Program
@@ -239,16 +240,16 @@ def test_a_step_adds_up():
 
 """,
     )
-    found = simulate(text, MESH, MACHINE, NO_TURNS, model_flops=8 * 116.0)
+    found = simulate(timeline(text, MESH, MACHINE, NO_TURNS), MESH, MACHINE, model_flops=8 * 116.0)
     assert found.step_time_s == 3 * 32 + 20
     assert found.time_s == {"memory": 3 * 20 + 20, "kernels": 0, "tp": 3 * 12}
     assert found.communication_s == {"tp": 3 * 32}
     assert found.mfu == 8 / 4  # of four devices, at a FLOP a second
     assert found.notes == ()
-    with_kernels = simulate(text, MESH, KERNEL, NO_TURNS, None)
+    with_kernels = simulate(timeline(text, MESH, KERNEL, NO_TURNS), MESH, KERNEL, None)
     assert (with_kernels.step_time_s, with_kernels.mfu) == (3 * 32 + 20.5, None)  # three of them are hidden
     synchronous = text.replace("dimensions={0}", 'dimensions={0}, backend_config={"is_sync":true}')
-    assert simulate(synchronous, MESH, MACHINE, NO_TURNS, None).step_time_s == 3 * 52 + 20
+    assert simulate(timeline(synchronous, MESH, MACHINE, NO_TURNS), MESH, MACHINE, None).step_time_s == 3 * 52 + 20
 
 
 def test_streams():
@@ -262,7 +263,7 @@ def test_streams():
         "%two.done = s8[16]{0} all-gather-done(%two)",
         "ROOT %send.done = s8[32]{0} collective-permute-done(%send)",
     )
-    found = simulate(text, MESH, MACHINE, NO_TURNS, None)
+    found = simulate(timeline(text, MESH, MACHINE, NO_TURNS), MESH, MACHINE, None)
     assert found.step_time_s == 64
     assert found.time_s == {"tp": 16, "dp": 16 + 32}
     assert found.communication_s == {"tp": 16, "dp": 16 + 64}
@@ -279,7 +280,7 @@ def test_a_copy_to_the_chip_runs_beside():
         "%far = (s8[100]{0:S(1)}, s8[100]{0}, u32[]{:S(2)}) copy-start(%q)",
         "ROOT %far.done = s8[100]{0:S(1)} copy-done(%far)",
     )
-    assert simulate(text, MESH, TPU, NO_TURNS, None).time_s == {"memory": 120, "kernels": 0}
+    assert simulate(timeline(text, MESH, TPU, NO_TURNS), MESH, TPU, None).time_s == {"memory": 120, "kernels": 0}
 
 
 def test_what_is_not_known_is_said():
@@ -291,7 +292,7 @@ def test_what_is_not_known_is_said():
         computations="%body (x: s8[10]) -> s8[10] {\n  ROOT %x = s8[10]{0} parameter(0)\n}\n\n"
         "%some (c: s8[10]) -> pred[] {\n  ROOT %c = s8[10]{0} parameter(0)\n}\n\n",
     )
-    found = simulate(text, MESH, MACHINE, NO_TURNS, None)
+    found = simulate(timeline(text, MESH, MACHINE, NO_TURNS), MESH, MACHINE, None)
     assert found.step_time_s == 10 + 40
     assert found.notes == (
         "my_kernel, a custom call (1 in the program), is not known: counted by its bytes",

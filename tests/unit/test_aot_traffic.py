@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from parallax.aot.timeline import timeline
 from parallax.aot.traffic import Traffic, traffic
 from parallax.aot.turns import Turns, turns
 from parallax.config import Log, MeshChoice, Model, Parallel, RunConfig, Train
@@ -83,7 +84,7 @@ ONE_OF_TWO = Turns({(0, "embed"): Fraction(1, 2)})
 def test_a_table_by_hand():
     """Seconds: a ring of 2 moves half of an all-gather's result, of 32 bytes at 2 s each, of which 20 s are hidden;
     an all-reduce over pp moves its 64 bytes at 8 s each; a ring of 4 moves 3/4 of the 24 that are scattered."""
-    assert traffic(TEXT, MESH, MACHINE, ONE_OF_TWO) == [
+    assert traffic(timeline(TEXT, MESH, MACHINE, ONE_OF_TWO), MESH, MACHINE) == [
         Traffic(
             ("pp",), "all-reduce", 1, 64, 64, False, 64 * 8.0, ("jit(step)/ticks0/while/body/embed/while/body/psum",)
         ),
@@ -96,12 +97,16 @@ def test_a_table_by_hand():
 def test_a_group_with_several_members_in_a_node():
     """Four devices, two in each of two nodes: two adapters carry the ring, 8 / 2 seconds a byte."""
     text = TEXT.replace("replica_groups=[2,4]<=[8], dimensions={0}", "replica_groups={{0,1,4,5},{2,3,6,7}}")
-    (row,) = [row for row in traffic(text, MESH, MACHINE, ONE_OF_TWO) if row.kind == "reduce-scatter"]
+    (row,) = [
+        row for row in traffic(timeline(text, MESH, MACHINE, ONE_OF_TWO), MESH, MACHINE) if row.kind == "reduce-scatter"
+    ]
     assert (row.axes, row.inside, row.time_s) == (("pp", "tp"), False, 18 * 4.0)
 
 
 def test_a_loop_that_nobody_knows_counts_once():
-    (row,) = [row for row in traffic(TEXT, MESH, MACHINE, Turns({})) if row.kind == "all-reduce"]
+    (row,) = [
+        row for row in traffic(timeline(TEXT, MESH, MACHINE, Turns({})), MESH, MACHINE) if row.kind == "all-reduce"
+    ]
     assert row.count == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from parallax.aot.timeline import timeline
 from parallax.aot.turns import Turns
 from parallax.aot.warn import warnings
 from parallax.config import MeshChoice
@@ -52,7 +53,8 @@ def found(*lines: str, tick: str = "", mesh=MESH, log: str = "", stacked=()) -> 
     if tick:
         text += "  %ticks = f32[128,256]{1,0} while(%p), condition=%some, body=%tick, "
         text += 'metadata={op_name="jit(step)/ticks0/while"}, backend_config={"known_trip_count":{"n":"3"}}\n'
-    return warnings(text + "".join(f"  {line}\n" for line in lines) + "}\n", mesh, MACHINE, Turns({}), log, stacked)
+    text += "".join(f"  {line}\n" for line in lines) + "}\n"
+    return warnings(timeline(text, mesh, MACHINE, Turns({})), MACHINE, log, stacked)
 
 
 def test_nothing_to_say():
