@@ -118,7 +118,12 @@ class _Rank:
         stash, blocks, outer = [], {}, {}
         if self.trains:
             _, kept = jax.eval_shape(self._layer_forward, self._layer_weights(0), self.zero_BSD, self._context_of(0))
-            stash = [jnp.zeros((buffers.stash, self.layers, *r.shape), r.dtype) for r in kept]
+            # Zeros of their own scalars: equal buffers would be made as one, and tp would split them alike.
+            zeros = lax.optimization_barrier([jnp.zeros((), r.dtype) for r in kept])
+            stash = [
+                jnp.broadcast_to(zero, (buffers.stash, self.layers, *r.shape))
+                for zero, r in zip(zeros, kept, strict=True)
+            ]
             blocks = self._zero_gradients("blocks", self.blocks, stacked=(None,))
             outer = {part: self._zero_gradients(part, weights) for part, weights in self.outer.items()}
         inbox = lambda slots: jnp.broadcast_to(self.zero_BSD, (slots, *self.zero_BSD.shape))
@@ -243,9 +248,9 @@ class _Rank:
             dy_BSD, gradients = carry
             position = chunk * self.layers + index
             kept = [_at(s, slot, index) for s in stash]
-            d_weights, dx_BSD = self._layer_backward(self._layer_weights(position), kept, dy_BSD, context)
+            masked_BSD = self._unless_padding(chunk, index, dy_BSD, 0)
+            d_weights, dx_BSD = self._layer_backward(self._layer_weights(position), kept, masked_BSD, context)
             dx_BSD = self._unless_padding(chunk, index, dx_BSD, dy_BSD)
-            d_weights = jax.tree.map(lambda d: self._unless_padding(chunk, index, d, 0), d_weights)
 
             def add(total, d):  # the barrier keeps XLA from reading the layer's sum long before it adds to it
                 at, d = lax.optimization_barrier((position, d))

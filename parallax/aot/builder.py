@@ -19,7 +19,10 @@ from parallax.aot.buffers import Buffer, largest_buffers
 from parallax.aot.target import environment
 from parallax.machine import Machine
 
-_OUT_OF_MEMORY = re.compile(r"[Uu]sed ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+_OUT_OF_MEMORY = tuple(
+    re.compile(words.replace("SIZE", r"([\d.]+)([KMGT])"))
+    for words in ("[Uu]sed SIZE of SIZE hbm", r"\(SIZE\) exceeds available HBM \(SIZE\)")
+)
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -103,7 +106,7 @@ def _dumped(folder: Path, suffix: str) -> str:
 
 
 def _failure(status: int, log: str) -> BuildError:
-    if match := _OUT_OF_MEMORY.search(log):
+    if match := next(filter(None, (form.search(log) for form in _OUT_OF_MEMORY)), None):
         used, unit, of, of_unit = match.groups()
         return BuildError(f"the compiler ran out of memory: {used}{unit} of {of}{of_unit}", float(used) * _UNITS[unit])
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

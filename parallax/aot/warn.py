@@ -6,6 +6,7 @@ library's call is not seen.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -96,16 +97,19 @@ def _uses(computation: Computation, result: Instruction) -> Iterator[tuple[Instr
 
 
 def _copies(program: Program, stacked: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    """Copies of a whole stack. A stack is known by its number of elements and its last dimension, since the program
-    carries it as [layer, …] and as [chunk, rank, layer, …]."""
-    like = lambda array: (array.elements, array.dims[-1:])
-    shapes = {like(Array("f32", shape)) for shape in stacked}
+    """Copies of a whole stack in main memory; the program carries it as [layer, …] and as [chunk, rank, layer, …]."""
+
+    def is_stack(array: Array) -> bool:
+        return array.space == 0 and any(
+            array.elements == math.prod(shape) and array.dims[1 - len(shape) :] == shape[1:] for shape in stacked
+        )
+
     for computation, instruction, loops in program.walk():
-        root = _copied(program, instruction)
-        if root and like(instruction.arrays[0]) in shapes:
+        if _copied(program, instruction) and is_stack(instruction.arrays[0]):
             place = "in every tick" if any(_TICKS.search(loop.name) for loop in loops) else "once a step"
             source = computation.by_name[instruction.operands[0]]
-            if source.bytes == instruction.bytes:  # and no part of something larger
+            whole = source.bytes == instruction.bytes  # and no part of something larger
+            if whole and source.arrays[0].space == 0:
                 yield (
                     f"{instruction.name}, {instruction.bytes:,} bytes {place}: a second copy of stacked weights or "
                     f"gradients{f' ({instruction.op_name})' if instruction.op_name else ''}"

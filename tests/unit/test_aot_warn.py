@@ -120,13 +120,21 @@ def test_tp_across_nodes():
     )
 
 
-def test_a_copy_of_stacked_weights():
-    """As [layer, …] in the program, and as [chunk, rank, layer, …] by the caller"""
-    stacked = [(2, 1, 64, 256)]
-    assert found(tick="ROOT %again = f32[128,256]{1,0} copy(%t)", stacked=stacked) == [
-        "again, 131,072 bytes in every tick: a second copy of stacked weights or gradients"
-    ]
-    assert not found(tick="ROOT %again = f32[128,256]{1,0} copy(%t)", stacked=[(2, 1, 64, 128)])
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        ("f32[2,64,256]{2,1,0}", True),  # as [layer, …]
+        ("f32[1,1,2,64,256]{4,3,2,1,0}", True),  # as [chunk, rank, layer, …]
+        ("f32[128,256]{1,0}", False),  # one weight of that size
+        ("f32[2,64,256]{2,1,0:S(1)}", False),  # in fast memory
+        ("f32[2,32,512]{2,1,0}", False),  # something else of that size
+        ("f32[1,64,256]{2,1,0}", False),  # a layer
+    ],
+)
+def test_a_copy_of_stacked_weights(array: str, said: bool):
+    source = f"%q = {array} bitcast(%t)"
+    copies = found(tick=f"{source}\n  ROOT %again = {array} copy(%q)", stacked=[(2, 64, 256)])
+    assert copies == ["again, 131,072 bytes in every tick: a second copy of stacked weights or gradients"] * said
 
 
 def test_involuntary_rematerialisation_comes_from_the_log():

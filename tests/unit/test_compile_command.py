@@ -158,8 +158,16 @@ def test_a_compiler_that_fails_is_one_line(run_file, code: str, said: str, monke
     assert out == "" and err == f"error: {said}\n"
 
 
-def test_what_does_not_fit_says_what_to_shrink_and_what_would(run_file, monkeypatch, capsys):
-    child(monkeypatch, "raise RuntimeError('RESOURCE_EXHAUSTED: Ran out of memory: Used 105.20G of 95.74G hbm.')")
+@pytest.mark.parametrize(
+    "said",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory: Used 105.20G of 95.74G hbm.",
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (105.20G) exceeds available HBM (95.74G). HLO module: jit_step.",
+    ],
+)
+def test_what_does_not_fit_says_what_to_shrink_and_what_would(run_file, said: str, monkeypatch, capsys):
+    child(monkeypatch, f"raise RuntimeError({said!r})")
     words = ["model.name=llama3-8b", "train.seq_len=8192", "train.global_batch_size=64", "train.micro_batch_size=2"]
     assert main(["compile", run_file, *words]) == 1
     first, second = capsys.readouterr().err.splitlines()
