@@ -20,7 +20,7 @@ from functools import partial
 from typing import NoReturn
 
 from parallax.config import ConfigError, read
-from parallax.environment import emulate_devices, keep_32_bits
+from parallax.environment import emulate_devices, keep_32_bits, tune_gpus
 from parallax.machine import load_machine
 from parallax.schedule.order import ScheduleError
 from parallax.signals import first_signal
@@ -214,8 +214,10 @@ def _prepare_environment(run_file: str, overrides: Sequence[str]) -> None:
     keep_32_bits()
     try:
         config, _ = read(run_file, overrides)
-        emulated = load_machine(config.mesh).platform == "cpu"
+        platform = load_machine(config.mesh).platform
     except ConfigError:
         return
-    if emulated:
+    if platform == "cpu":
         emulate_devices(config.devices)
+    elif platform == "gpu":
+        tune_gpus()

@@ -1,4 +1,4 @@
-"""The environment variables that emulated CPU devices need. To be set before jax is imported; imports no jax."""
+"""The environment variables that a platform needs. To be set before jax is imported; imports no jax."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import MutableMapping
 
 COLLECTIVE_TIMEOUT_S = 600
 DISABLE = "--xla_disable_hlo_passes"
+# Latency hiding is on by default; this lets a send run beside the layers' own collectives.
+GPU_FLAGS = ("--xla_gpu_experimental_parallel_collective_overlap_limit=4",)
 PROMOTION = "all-reduce-promotion"  # the pass aborts on bfloat16 reductions inside a partly manual shard_map
 
 
@@ -39,3 +41,8 @@ def emulate_devices(count: int, environment: MutableMapping[str, str] = os.envir
     threads = environment.get("NPROC", "")
     environment["NPROC"] = str(max(2 * count, int(threads) if re.fullmatch("[0-9]{1,6}", threads) else 0))
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def tune_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Asks XLA for what our programs need on GPUs; what the user has set in XLA_FLAGS wins, as XLA reads it last."""
+    environment["XLA_FLAGS"] = " ".join([*GPU_FLAGS, *environment.get("XLA_FLAGS", "").split()])

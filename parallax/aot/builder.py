@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -85,7 +84,7 @@ def _child(request: str, machine: Machine, dump: str, log) -> Iterator[subproces
     """The process that builds; it does not outlive this one's attention."""
     child = subprocess.Popen(
         [sys.executable, "-m", "parallax.aot.build", request],
-        env=os.environ | environment(machine, dump),
+        env=environment(machine, dump),
         stdout=log,
         stderr=subprocess.STDOUT,
     )

@@ -62,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
         return FAILED
     if args.hlo:
         write_whole(Path(args.hlo), built.program)
-    report = read(built, predicted)
+    try:
+        report = read(built, predicted)
+    except ValueError as error:
+        print(f"error: it is built, but its text could not be read: {error}", file=sys.stderr)
+        return FAILED
     if args.json:
         print(json.dumps(to_json(report)))
     else:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from parallax.config import ConfigError, either
+from parallax.environment import tune_gpus
 from parallax.machine import Machine
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-# Latency hiding is on by default; this lets a send run beside the layers' own collectives.
-CUDA_FLAGS = ("--xla_gpu_experimental_parallel_collective_overlap_limit=4",)
+DUMP_FLAGS = ("--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_step")
 MOST_SLICE = {"v5e": 256, "v6e": 256, "v5p": 8960}
 
 
@@ -51,15 +52,16 @@ def _slices(dimensions: int, most: int) -> Iterator[tuple[int, ...]]:
         shape[min(range(dimensions - 1, -1, -1), key=shape.__getitem__)] *= 2
 
 
-def environment(machine: Machine, dump: str) -> dict[str, str]:
-    """Variables of the process that builds. Its own backend is the CPU's: it describes devices and runs nothing."""
-    flags = [f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_step"]
+def environment(machine: Machine, dump: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables of the process that builds: those of this one, XLA_FLAGS among them, and ours. Its own backend is the
+    CPU's: it describes devices and runs nothing."""
+    variables = dict(environment)
     if machine.platform == "gpu":
-        flags += CUDA_FLAGS
-    tpu = {}
+        tune_gpus(variables)
     if machine.platform == "tpu":  # no metadata server, and other builds may run beside this one
-        tpu = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0", "XLA_FLAGS": " ".join(flags), **tpu}
+        variables |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    flags = [variables.get("XLA_FLAGS", ""), f"--xla_dump_to={dump}", *DUMP_FLAGS]
+    return variables | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0", "XLA_FLAGS": " ".join(flags)}
 
 
 def missing(machine: Machine) -> str | None:

@@ -18,6 +18,10 @@ from parallax.hlo.program import Computation, Instruction, Loop, Program
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _EXPLICIT = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}")
+_SIZE = re.compile(r"'(\w+)'=(\d+)")
+_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")  # or a part of an axis: what comes before it, and its size
+_ALL = re.compile(r"replica_groups=\{\}|^(?!.*replica_groups=)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -90,14 +94,33 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _groups(text: str, devices: int) -> np.ndarray:
-    """Groups of partition numbers, one a row; a permute's source and target pairs likewise."""
+    """Groups of partition numbers, one a row; a permute's source and target pairs likewise. Raises ValueError where
+    they are written in a form that is not known."""
     if match := _IOTA.search(text):
         shape, source, order = (_numbers(part or "") for part in match.groups())
         ids = np.arange(math.prod(source)).reshape(source)
         return (ids.transpose(order) if order else ids).reshape(shape)
     if match := _EXPLICIT.search(text):
         return np.array([_numbers(group) for group in re.findall(r"\{([\d,]+)\}", match.group(1))])
-    return np.arange(devices)[None]
+    if match := _MESH.search(text):
+        return _along(dict(_SIZE.findall(match.group(1))), _AXIS.findall(match.group(2)))
+    if _ALL.search(text):
+        return np.arange(devices)[None]
+    raise ValueError(f"replica groups of an unknown form: {text[text.index('replica_groups=') :][:100]}")
+
+
+def _along(mesh: Mapping[str, str], axes: list[tuple[str, str, str]]) -> np.ndarray:
+    """The groups that span these axes of a mesh, whose devices are counted with the last axis fastest."""
+    parts: list[int] = []  # the mesh with each axis cut in three: before, the part that is spanned, after
+    spanned: list[int] = []
+    cuts = {name: (int(before or 1), int(size or mesh[name])) for name, before, size in axes}
+    for index, (name, size) in enumerate(mesh.items()):
+        before, part = cuts.get(name, (int(size), 1))
+        parts += [before, part, int(size) // (before * part)]
+        spanned += [3 * index + 1] if name in cuts else []
+    ids = np.arange(math.prod(parts)).reshape(parts)
+    rest = [axis for axis in range(len(parts)) if axis not in spanned]
+    return ids.transpose(rest + spanned).reshape(-1, math.prod(parts[axis] for axis in spanned))
 
 
 def _axes(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:

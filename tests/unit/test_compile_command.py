@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from parallax.aot import builder
+from parallax.aot import builder, command
 from parallax.aot.buffers import largest_buffers
 from parallax.aot.builder import BuildError, Built
 from parallax.aot.target import device_description, environment, missing, topology_name
 from parallax.cli import main
 from parallax.config import ConfigError, MeshChoice
+from parallax.environment import GPU_FLAGS, tune_gpus
 from parallax.machine import load_machine
 
 RUN = """
@@ -40,6 +41,7 @@ dir = "runs/x"
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # those of emulated devices
     (tmp_path / "run.toml").write_text(RUN)
     return "run.toml"
 
@@ -87,6 +89,14 @@ def test_builds_beside_one_another_and_finds_no_metadata_server():
     variables = environment(load_machine(MeshChoice(name="tpu-v5p")), "dump")
     assert variables["ALLOW_MULTIPLE_LIBTPU_LOAD"] == variables["TPU_SKIP_MDS_QUERY"] == "1"
     assert "--xla_dump_to=dump" in variables["XLA_FLAGS"] and variables["JAX_PLATFORMS"] == "cpu"
+
+
+def test_a_gpu_build_has_the_flags_that_train_sets_and_the_users():
+    trains = {"XLA_FLAGS": "--xla_gpu_theirs=1"}
+    tune_gpus(trains)
+    assert trains["XLA_FLAGS"].split() == [*GPU_FLAGS, "--xla_gpu_theirs=1"]
+    builds = environment(load_machine(MeshChoice(name="h100-sxm")), "dump", {"XLA_FLAGS": "--xla_gpu_theirs=1"})
+    assert builds["XLA_FLAGS"].startswith(trains["XLA_FLAGS"] + " --xla_dump_to=dump ")
 
 
 def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -247,6 +257,17 @@ def test_a_tpu_build_is_read(run_file, capsys, tmp_path: Path):
     assert (tmp_path / "step.hlo").read_text().startswith("HloModule jit_step") and (
         tmp_path / "step.bin"
     ).stat().st_size
+
+
+def test_a_text_that_cannot_be_read_is_one_line(run_file, monkeypatch, capsys):
+    text = "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
+    text += "  ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=torus{2}\n}\n"
+    monkeypatch.setattr("parallax.aot.target.find_spec", has("libtpu"))
+    monkeypatch.setattr(command, "build", lambda *_: Built(1.0, 0, 0, 0, text, (), ""))
+    assert main(["compile", run_file]) == 1
+    out, err = capsys.readouterr()
+    said = "it is built, but its text could not be read: replica groups of an unknown form: replica_groups=torus{2}"
+    assert out == "" and err == f"error: {said}\n"
 
 
 def test_a_build_error_carries_what_it_needs():

@@ -144,3 +144,29 @@ def test_a_program_built_here():
         ("all-reduce", ("dp",), 8 * 4, 5),
         ("all-gather", ("tp",), 4 * 8 * 4, 1),
     ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes", "first"),
+    [
+        ("mesh['pp'=2,'dp'=2,'tp'=2] {'tp'}", ("tp",), (0, 1)),
+        ("mesh['pp'=2,'dp'=2,'tp'=2] {'dp'}", ("dp",), (0, 2)),
+        ("mesh['pp'=2,'dp'=2,'tp'=2] {'pp','tp'}", ("pp", "tp"), (0, 1, 4, 5)),
+        ("mesh['a'=4,'b'=2] {'a':(1)2}", ("pp",), (0, 4)),
+        ("mesh['a'=4,'b'=2] {'a':(2)2}", ("dp",), (0, 2)),
+        ("mesh['a'=8] {'a'}", ("pp", "dp", "tp"), (0, 1, 2, 3, 4, 5, 6, 7)),
+    ],
+)
+def test_groups_by_the_axes_of_a_mesh(groups: str, axes: tuple[str, ...], first: tuple[int, ...]):
+    """As newer compilers write them"""
+    text = "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
+    text += f"  ROOT %r = f32[8]{{0}} all-reduce(%p), replica_groups={groups}, use_global_device_ids=true\n}}\n"
+    (one,) = collectives(text, MESH)
+    assert (one.axes, one.groups[0]) == (axes, first)
+
+
+def test_groups_of_an_unknown_form_are_not_guessed():
+    text = "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
+    text += "  ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=torus{2}, to_apply=%add\n}\n"
+    with pytest.raises(ValueError, match=r"replica groups of an unknown form: replica_groups=torus\{2\}, to_apply"):
+        collectives(text, MESH)
