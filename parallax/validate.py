@@ -4,12 +4,12 @@ No jax."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from parallax.config import SECTIONS, ConfigError, RunConfig, build, either, read
+from parallax.config import SECTIONS, ConfigError, Model, RunConfig, build, either, read
 from parallax.layout import AXES
 from parallax.machine import Machine, load_machine
 from parallax.model_files import load_model
@@ -26,6 +26,7 @@ from parallax.rules import (
 from parallax.shape import ModelShape
 
 MAX_EMULATED_DEVICES = 512
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,22 +40,42 @@ class Resolved:
     machine: Machine
 
 
-def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
-    """Reads and checks a run file, its model file and its machine. Raises ConfigError with every problem found."""
+class Parts(NamedTuple, Generic[T]):
+    """A run file, its machine and what `load` makes of its [model]: None where `problems` says why not."""
+
+    config: RunConfig
+    machine: Machine | None
+    model: T | None
+    problems: list[str]
+    by_key: dict[str, str]
+
+    def with_rules(self, broken: Iterable[str]) -> list[str]:
+        """All problems, with those of rules between keys. A wrong key was replaced by its default: what follows from
+        that default is not the user's problem."""
+        return [*self.problems, *(line for line in broken if not any(wrong in line for wrong in self.by_key))]
+
+
+def read_parts(path: str | Path, overrides: Sequence[str], load: Callable[[Model], T]) -> Parts[T]:
     config, by_key = read(path, overrides)
-    problems = list(by_key.values())
-    machine = module = model_config = shape = None
+    problems, machine, model = list(by_key.values()), None, None
     try:
         machine = load_machine(config.mesh)
     except ConfigError as error:
         problems += error.problems
     if not {"model", "model.name", "model.file"} & by_key.keys():
         try:
-            module, model_config = load_model(config.model)
-            shape = model_config.shape()
+            model = load(config.model)
         except ConfigError as error:
             problems += error.problems
-    across = [
+    return Parts(config, machine, model, problems, by_key)
+
+
+def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
+    """Reads and checks a run file, its model file and its machine. Raises ConfigError with every problem found."""
+    parts = read_parts(path, overrides, _model_of)
+    config, machine, model = parts[:3]
+    shape = model[2] if model else None
+    broken = [
         *check_built(config),
         *check_layout(config),
         *check_schedule(config),
@@ -63,17 +84,20 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
         *check_log(config),
     ]
     if shape is not None:
-        across += check_model(config, shape)
+        broken += check_model(config, shape)
     if machine is not None:
-        across += check_machine(config, machine)
+        broken += check_machine(config, machine)
     if machine is not None and machine.platform == "cpu":
-        across += check_devices(config, None, shape)
-    # A wrong key was replaced by its default: what follows from that default is not the user's problem.
-    problems += [line for line in across if not any(wrong in line for wrong in by_key)]
-    if problems:
+        broken += check_devices(config, None, shape)
+    problems = parts.with_rules(broken)
+    if problems or machine is None or model is None:
         raise ConfigError(problems)
-    assert machine is not None and module is not None and shape is not None
-    return Resolved(config, module, model_config, shape, machine)
+    return Resolved(config, *model, machine)
+
+
+def _model_of(model: Model) -> tuple[ModuleType, Any, ModelShape]:
+    module, model_config = load_model(model)
+    return module, model_config, model_config.shape()
 
 
 def check(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:

@@ -74,9 +74,11 @@ def _buffers(built: Built) -> Table:
 
 def _traffic(report: Report) -> RenderableType:
     shown = table("over", "kind", "", "a step", "moved", "exposed", "s", left=(0, 1, 2))
+    tpu = report.predicted.job.machine.platform == "tpu"
+    places = ("in a host", "in the slice") if tpu else ("in a node", "network")
     for row in report.traffic:
         exposed = f"{row.exposed_bytes / row.bytes:.0%}" if row.bytes else ""
-        place = "in a node" if row.inside else "network"
+        place = places[0] if row.inside else places[1]
         cells = [f"{row.count:,}", size(row.bytes), exposed, seconds(row.time_s, unit=False)]
         shown.add_row("·".join(row.axes), row.kind, place, *cells)
     return shown if shown.row_count else Text("no communication")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from parallax.config import ConfigError, Model, RunConfig, either, read, show
-from parallax.machine import Machine, load_machine
+from parallax.config import ConfigError, Model, RunConfig, either, show
+from parallax.machine import Machine
 from parallax.model_files import load_model
 from parallax.plan.estimate import Job
 from parallax.plan.shapes import SHAPES
 from parallax.rules import check_experts, check_layout, check_machine, check_model, check_schedule
 from parallax.shape import ModelShape
+from parallax.validate import read_parts
 
 
 def load_shape(model: Model) -> ModelShape:
@@ -32,20 +33,8 @@ def load_shape(model: Model) -> ModelShape:
 
 def read_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """The job of a run file. Raises ConfigError with every problem of what an estimate reads in it."""
-    config, by_key = read(path, overrides)
-    problems = list(by_key.values())
-    machine = shape = None
-    try:
-        machine = load_machine(config.mesh)
-    except ConfigError as error:
-        problems += error.problems
-    if not {"model", "model.name", "model.file"} & by_key.keys():
-        try:
-            shape = load_shape(config.model)
-        except ConfigError as error:
-            problems += error.problems
-    across = list(job_problems(config, shape, machine))
-    problems += [line for line in across if not any(wrong in line for wrong in by_key)]
+    config, machine, shape, *_ = parts = read_parts(path, overrides, load_shape)
+    problems = parts.with_rules(job_problems(config, shape, machine))
     if problems or shape is None or machine is None:
         raise ConfigError(problems)
     return Job(shape, machine, config.parallel, config.train)

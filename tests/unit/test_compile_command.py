@@ -14,10 +14,11 @@ from parallax.aot.buffers import largest_buffers
 from parallax.aot.builder import BuildError, Built
 from parallax.aot.target import device_description, environment, missing, topology_name
 from parallax.cli import main
-from parallax.config import ConfigError, MeshChoice
+from parallax.config import ConfigError, MeshChoice, read
 from parallax.environment import GPU_FLAGS, tune_gpus
 from parallax.machine import load_machine
 
+ROOT = Path(__file__).parents[2]
 RUN = """
 [model]
 name = "llama-tiny"
@@ -335,3 +336,15 @@ def test_a_gpu_builds_traffic_is_what_the_sizes_say(run_file, context: str, caps
         expected["cp", "reduce-scatter"] = visits * kv * f32 // bf16
     assert found == expected
     assert facts["warnings"] == []
+
+
+@pytest.mark.slow  # a quarter of a minute to two minutes each
+@pytest.mark.parametrize("pod", sorted((ROOT / "examples" / "pods").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_pods_of_examples_fit(pod: Path, capsys, monkeypatch):
+    if lacks := missing(load_machine(read(pod)[0].mesh)):
+        pytest.skip(f"NOT RUN: {lacks}")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert main(["compile", str(pod), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] and facts["warnings"] == []
+    assert facts["estimate_gib"]["total"] == pytest.approx(facts["memory_gib"]["peak"], rel=0.08)
