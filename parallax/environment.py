@@ -8,8 +8,14 @@ from collections.abc import MutableMapping
 
 COLLECTIVE_TIMEOUT_S = 600
 DISABLE = "--xla_disable_hlo_passes"
-# Latency hiding is on by default; this lets a send run beside the layers' own collectives.
-GPU_FLAGS = ("--xla_gpu_experimental_parallel_collective_overlap_limit=4",)
+GPU_FLAGS = (
+    # Latency hiding is on by default; this lets a send run beside the layers' own collectives.
+    "--xla_gpu_experimental_parallel_collective_overlap_limit=4",
+    # Of what arguments leave of 80% of the memory, the percentage beyond which XLA computes things again to save some:
+    # with all that it may have, it does not undo what train.remat says.
+    "--xla_gpu_memory_limit_slop_factor=120",
+)
+GPU_SHARE = "0.92"  # of the memory, for the run; the planner leaves as much free for what lies outside of the program
 PROMOTION = "all-reduce-promotion"  # the pass aborts on bfloat16 reductions inside a partly manual shard_map
 
 
@@ -44,5 +50,6 @@ def emulate_devices(count: int, environment: MutableMapping[str, str] = os.envir
 
 
 def tune_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Asks XLA for what our programs need on GPUs; what the user has set in XLA_FLAGS wins, as XLA reads it last."""
+    """Asks XLA for what our programs need on GPUs; what the user has set wins (of XLA_FLAGS, XLA heeds the last)."""
     environment["XLA_FLAGS"] = " ".join([*GPU_FLAGS, *environment.get("XLA_FLAGS", "").split()])
+    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)

@@ -15,11 +15,14 @@ from parallax.aot.timeline import Event, Timeline
 from parallax.hlo import Array, Collective, Instruction, Program
 from parallax.hlo.program import Computation
 from parallax.machine import Machine
+from parallax.text import seconds
 
 SMALL = 1 << 16  # bytes: scalars (loss, norm) may cross any axes, and of norm weights the latency counts
+AGAIN = 0.01  # of the step: less is not worth a line
 _GRADIENTS = {"dp", "ep", "cp"}  # replicas: gradients are summed over them
 _USUAL = ({"tp"}, {"pp"}, {"pp", "tp"})  # a layer, the pipeline, the vocabulary
 _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization.*?(?:operation:?\s+%?([\w.\-]+)|$)", re.MULTILINE)
+_REMAT = re.compile(r"\.remat\d*(\.|$)")
 _TICKS = re.compile(r"/ticks\d+/")
 
 
@@ -42,6 +45,7 @@ def warnings(line: Timeline, machine: Machine, log: str = "", stacked: Sequence[
                 f"{_named(event, one)}: gathers a whole buffer that is then scattered into, and not its shards"
             )
     lines += _copies(program, stacked)
+    lines += _computed_again(line)
     return list(dict.fromkeys(lines))
 
 
@@ -56,6 +60,17 @@ def _rematerialised(log: str) -> Iterator[str]:
     for operation in dict.fromkeys(match.group(1) for match in _REMATERIALISED.finditer(log)):
         what = operation or "an operation that the log does not name"
         yield f"{what}: involuntary rematerialisation, the partitioner makes it whole on every device to reshard it"
+
+
+def _computed_again(line: Timeline) -> Iterator[str]:
+    """By XLA's own rematerialisation, which names what it makes so, where the program comes near the memory's end."""
+    again = [event for event in line.events if _REMAT.search(event.instruction.name)]
+    spent = sum(float(event.turns) * event.exposed_s for event in again)
+    if spent > AGAIN * line.step_time_s:
+        yield (
+            f"{seconds(spent)} of the step computes again what XLA could not keep, besides what train.remat says; use more "
+            "of that, or a layout that needs less memory"
+        )
 
 
 def _misplaced(event: Event, one: Collective, machine: Machine) -> Iterator[str]:

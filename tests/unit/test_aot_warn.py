@@ -137,6 +137,16 @@ def test_a_copy_of_stacked_weights(array: str, said: bool):
     assert copies == ["again, 131,072 bytes in every tick: a second copy of stacked weights or gradients"] * said
 
 
+def test_what_the_compiler_computes_again():
+    product = "= f32[128,128]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+    assert not found(f"%dot.1 {product}", f"ROOT %dot.2 {product}")
+    (line,) = found(f"%dot.1 {product}", f"ROOT %dot.1.remat2 {product}")
+    assert line.endswith(
+        "of the step computes again what XLA could not keep, besides what train.remat says; use more of that, or a "
+        "layout that needs less memory"
+    )
+
+
 def test_involuntary_rematerialisation_comes_from_the_log():
     """Twice the same operation, and an ordinary line"""
     line = (

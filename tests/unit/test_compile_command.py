@@ -17,6 +17,7 @@ from parallax.cli import main
 from parallax.config import ConfigError, MeshChoice, read
 from parallax.environment import GPU_FLAGS, tune_gpus
 from parallax.machine import load_machine
+from parallax.plan.search import HEADROOM
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -96,6 +97,7 @@ def test_a_gpu_build_has_the_flags_that_train_sets_and_the_users():
     trains = {"XLA_FLAGS": "--xla_gpu_theirs=1"}
     tune_gpus(trains)
     assert trains["XLA_FLAGS"].split() == [*GPU_FLAGS, "--xla_gpu_theirs=1"]
+    assert float(trains["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == 1 - HEADROOM
     builds = environment(load_machine(MeshChoice(name="h100-sxm")), "dump", {"XLA_FLAGS": "--xla_gpu_theirs=1"})
     assert builds["XLA_FLAGS"].startswith(trains["XLA_FLAGS"] + " --xla_dump_to=dump ")
 
