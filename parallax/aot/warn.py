@@ -68,8 +68,8 @@ def _computed_again(line: Timeline) -> Iterator[str]:
     spent = sum(float(event.turns) * event.exposed_s for event in again)
     if spent > AGAIN * line.step_time_s:
         yield (
-            f"{seconds(spent)} of the step computes again what XLA could not keep, besides what train.remat says; use more "
-            "of that, or a layout that needs less memory"
+            f"{seconds(spent)} of the step computes again what XLA could not keep, besides what train.remat says; "
+            "use more of that, or a layout that needs less memory"
         )
 
 
