@@ -36,6 +36,11 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes / 1024:.1f} TiB"
 
 
+def unit_of(size_bytes: float) -> tuple[str, int]:
+    """The unit, and its bytes, in which a table of sizes up to this one is read best."""
+    return ("GiB", 2**30) if size_bytes >= 2**30 else ("MiB", 2**20)
+
+
 def layout(parallel: Parallel) -> str:
     """`dp2·pp2·tp2, interleaved, 2 virtual stages, sequence parallel, zero 1`; empty for one device"""
     parts = [

@@ -8,9 +8,9 @@ from rich.text import Text
 
 from parallax.aot.builder import Built
 from parallax.aot.report import Report
-from parallax.plan.estimate import GIB, Estimate
-from parallax.plan.show import bar, gib, table
-from parallax.text import layout, seconds, size
+from parallax.plan.estimate import Estimate
+from parallax.plan.show import bar, table
+from parallax.text import layout, seconds, size, unit_of
 
 _KINDS = {
     "matmul": "matrix products",
@@ -39,10 +39,10 @@ def report_view(report: Report) -> RenderableType:
 
 def _verdict(built: Built, hbm: int, name: str) -> Text:
     left = hbm - built.peak_bytes
-    needs = f"{gib(built.peak_bytes)} GiB a device"
+    needs = f"{size(built.peak_bytes)} a device"
     if left >= 0:
-        return Text(f"fits: {needs} of {gib(hbm)}, {gib(left)} GiB free", style="green")
-    return Text(f"does not fit: {needs}, {gib(-left)} GiB more than the {gib(hbm)} of {name}", "red")
+        return Text(f"fits: {needs} of {size(hbm)}, {size(left)} free", style="green")
+    return Text(f"does not fit: {needs}, {size(-left)} more than the {size(hbm)} of {name}", "red")
 
 
 def _memory(built: Built, predicted: Estimate) -> Table:
@@ -50,7 +50,8 @@ def _memory(built: Built, predicted: Estimate) -> Table:
     items = predicted.stages[0]
     arguments = sum(items[name] for name in ARGUMENTS)
     temporaries = sum(size for name, size in items.items() if name not in ARGUMENTS)
-    shown = table("GiB a device", "compiled", "estimated", "difference", "of which", left=(0, 4))
+    unit, one = unit_of(built.peak_bytes)
+    shown = table(f"{unit} a device", "compiled", "estimated", "difference", "of which", left=(0, 4))
     rows = (
         ("arguments", built.arguments_bytes, arguments, ARGUMENTS),
         ("temporaries", built.temporaries_bytes, temporaries, [name for name in items if name not in ARGUMENTS]),
@@ -58,17 +59,18 @@ def _memory(built: Built, predicted: Estimate) -> Table:
         ("total", built.peak_bytes, arguments + temporaries, ()),
     )
     for name, compiled, estimated, parts in rows:
-        change = f"{estimated / compiled - 1:+.1%}" if compiled > 0.005 * GIB else ""
-        of = ", ".join(f"{part} {gib(items[part])}" for part in parts)
-        shown.add_row(name, f"{compiled / GIB:.2f}", f"{estimated / GIB:.2f}", change, of)
+        change = f"{estimated / compiled - 1:+.1%}" if compiled > 0.005 * one else ""
+        of = ", ".join(f"{part} {items[part] / one:.1f}" for part in parts)
+        shown.add_row(name, f"{compiled / one:.2f}", f"{estimated / one:.2f}", change, of)
     return shown
 
 
 def _buffers(built: Built) -> Table:
-    shown = table("largest buffers", "GiB", "", "from", left=(0, 2, 3))
+    unit, one = unit_of(built.peak_bytes)
+    shown = table("largest buffers", unit, "", "from", left=(0, 2, 3))
     for buffer in built.buffers:
         name = buffer.name if buffer.what != "temporary" else "temporary"
-        shown.add_row(buffer.shape, f"{buffer.size_bytes / GIB:.2f}", name, buffer.source)
+        shown.add_row(buffer.shape, f"{buffer.size_bytes / one:.2f}", name, buffer.source)
     return shown
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from parallax.plan.estimate import GIB, HFU_FLOPS, MFU_FLOPS, Estimate
 from parallax.plan.explain import Step
 from parallax.plan.search import Found
-from parallax.text import ORDER, layout, seconds
+from parallax.text import ORDER, layout, seconds, size, unit_of
 
 BAR = 24  # characters
 WIDE = 160  # characters of a line where stdout is no terminal
@@ -78,25 +78,26 @@ def _verdict(estimate: Estimate) -> Text:
     hbm, machine = estimate.job.machine.hbm_bytes, estimate.job.machine.name
     worst = max(range(len(estimate.stages)), key=estimate.stage_bytes.__getitem__)
     fullest = f"stage {worst}" if len(set(estimate.stage_bytes)) > 1 else "every stage"
-    needs = f"{gib(estimate.peak_bytes)} GiB a device on {fullest}"
+    needs = f"{size(estimate.peak_bytes)} a device on {fullest}"
     if not hbm:
         return Text(f"{needs}; the devices share the host's memory")
     left = hbm - estimate.peak_bytes
     if left >= 0:
-        return Text(f"fits: {needs} of {gib(hbm)}, {gib(left)} GiB free", style="green")
-    return Text(f"does not fit: {needs}, {gib(-left)} GiB more than the {gib(hbm)} of {machine}", "red")
+        return Text(f"fits: {needs} of {size(hbm)}, {size(left)} free", style="green")
+    return Text(f"does not fit: {needs}, {size(-left)} more than the {size(hbm)} of {machine}", "red")
 
 
 def _stages(estimate: Estimate, width: int) -> Table:
     """A line for each stretch of equal stages; where lines are short, a column."""
-    names = list(estimate.stages[0])
+    names, (unit, one) = list(estimate.stages[0]), unit_of(estimate.peak_bytes)
+    in_unit = lambda size_bytes: f"{size_bytes / one:.1f}"
     rows = []
     for _, group in groupby(enumerate(estimate.stages), key=lambda stage: stage[1]):
         ranks = [rank for rank, _ in group]
         label = f"stage {ranks[0]}" if len(ranks) == 1 else f"stages {ranks[0]} to {ranks[-1]}"
         items = estimate.stages[ranks[0]]
-        rows.append([label, *(gib(items[name]) for name in names), gib(sum(items.values()))])
-    columns = [["GiB a device", *names, "total"], *rows]
+        rows.append([label, *(in_unit(items[name]) for name in names), in_unit(sum(items.values()))])
+    columns = [[f"{unit} a device", *names, "total"], *rows]
     lines = columns if width >= NARROW else [*map(list, zip(*columns, strict=True))]
     shown = table(*lines[0])
     for line in lines[1:]:

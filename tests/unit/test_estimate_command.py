@@ -214,7 +214,7 @@ def test_what_does_not_fit_says_where_and_by_how_much(facts: Facts, run_file: Pa
     assert main(["estimate", str(run_file), *bare]) == 1
     line = capsys.readouterr().out.splitlines()[3]
     said = re.fullmatch(
-        r"does not fit: ([\d.]+) GiB a device on stage 0, ([\d.]+) GiB more than the 79\.1 of h100-sxm", line
+        r"does not fit: ([\d.]+) GiB a device on stage 0, ([\d.]+) GiB more than the 79\.1 GiB of h100-sxm", line
     )
     assert said is not None
     needs, lacks = said.groups()
