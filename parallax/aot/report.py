@@ -92,6 +92,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "simulated": {
             "step_time_s": simulation.step_time_s,
             "mfu": simulation.mfu,
+            "estimated_step_time_s": predicted.step_time_s if predicted.time is not None else None,
             "time_s": simulation.time_s,
             "communication_s": simulation.communication_s,
             "notes": list(simulation.notes),

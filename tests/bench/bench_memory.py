@@ -1,4 +1,5 @@
-"""The estimate of memory against what XLA allots, over builds spread over models, layouts, remat modes and targets.
+"""The estimate of memory against what XLA allots, and of time against the simulated step, over builds spread over
+models, layouts, remat modes and targets.
 
     make bench-memory [ARGS="--json out.json --only tpu"]
 
@@ -14,7 +15,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench_compile import compiled
 
@@ -72,16 +73,28 @@ def run_file(line: str, folder: Path) -> Path:
     return path
 
 
-def compared(facts: dict[str, Any]) -> tuple[float, float, float, float]:
-    """GiB of arguments and temporaries as compiled; relative errors of the estimate, of both and of the temporaries."""
+class Compared(NamedTuple):
+    """GiB of arguments and temporaries as compiled; relative errors of the estimate: of both, of the temporaries, and
+    of the step's time against the simulated."""
+
+    arguments: float
+    temporaries: float
+    both: float
+    beside: float
+    time: float
+
+
+def compared(facts: dict[str, Any]) -> Compared:
     memory, estimate = facts["memory_gib"], facts["estimate_gib"]
     arguments, temporaries = memory["arguments"], memory["temporaries"]
     beside = estimate["total"] - sum(estimate[item] for item in ("weights", "masters", "moments"))
-    return (
+    simulated = facts["simulated"]
+    return Compared(
         arguments,
         temporaries,
         estimate["total"] / (arguments + temporaries) - 1,
         beside / temporaries - 1,
+        simulated["estimated_step_time_s"] / simulated["step_time_s"] - 1,
     )
 
 
@@ -91,7 +104,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
-    rows = []
+    rows: list[Compared] = []
     for line in BUILDS.strip().splitlines():
         if args.only not in line:
             continue
@@ -100,23 +113,29 @@ def main() -> None:
         if facts:
             name = " ".join(line.split())
             found[name] = facts
-            arguments, temporaries, both, beside = compared(facts)
-            rows.append((arguments, temporaries, both, beside))
-            print(f"{name}: {facts['compile_s']:.0f} s, {both:+.1%}, temporaries {beside:+.1%}", file=sys.stderr)
+            rows.append(row := compared(facts))
+            print(
+                f"{name}: {facts['compile_s']:.0f} s, {row.both:+.1%}, temporaries {row.beside:+.1%}", file=sys.stderr
+            )
             if args.json:
                 args.json.write_text(json.dumps(found, indent=1))
     if not rows:
         return
-    table = [["build", "arguments", "temporaries", "share", "estimate", "of temporaries"]]
-    for name, (arguments, temporaries, both, beside) in zip(found, rows, strict=True):
-        share = temporaries / (arguments + temporaries)
-        table.append([name, f"{arguments:.2f}", f"{temporaries:.2f}", f"{share:.0%}", f"{both:+.1%}", f"{beside:+.1%}"])
-    print(columns(table, right={1, 2, 3, 4, 5}))
-    both, beside = ([abs(row[i]) for row in rows] for i in (2, 3))
-    large = sum(row[1] >= 0.4 * (row[0] + row[1]) for row in rows)
+    table = [["build", "arguments", "temporaries", "share", "estimate", "of temporaries", "of time"]]
+    for name, row in zip(found, rows, strict=True):
+        share = row.temporaries / (row.arguments + row.temporaries)
+        errors = [f"{error:+.1%}" for error in (row.both, row.beside, row.time)]
+        table.append([name, f"{row.arguments:.2f}", f"{row.temporaries:.2f}", f"{share:.0%}", *errors])
+    print(columns(table, right={1, 2, 3, 4, 5, 6}))
+    large = sum(row.temporaries >= 0.4 * (row.arguments + row.temporaries) for row in rows)
     print(f"{len(rows)} builds, {large} with temporaries at 40% or more")
-    print(f"arguments + temporaries: mean error {statistics.mean(both):.1%}, worst {max(both):.1%}")
-    print(f"temporaries alone: mean error {statistics.mean(beside):.1%}, worst {max(beside):.1%}")
+    for name, errors in (
+        ("arguments + temporaries", [abs(row.both) for row in rows]),
+        ("temporaries alone", [abs(row.beside) for row in rows]),
+        ("time against the simulated step", [abs(row.time) for row in rows]),
+    ):
+        middle, most = statistics.median(errors), max(errors)
+        print(f"{name}: mean error {statistics.mean(errors):.1%}, median {middle:.1%}, worst {most:.1%}")
 
 
 if __name__ == "__main__":
