@@ -14,7 +14,7 @@ help:
 	@echo 'make bench           memory, compile and step times on emulated devices'
 	@echo 'make bench-estimate  the estimator beside measured steps (docs/estimate.md)'
 	@echo 'make bench-compile   pods that are not there through the real compiler (needs libtpu, the CUDA plugin)'
-	@echo 'make bench-memory    the estimate of memory against what XLA allots, 24 builds (needs the same)'
+	@echo 'make bench-memory    the estimate against what XLA allots and the simulated step, 24 builds (needs the same)'
 	@echo 'make clean           remove environments, builds and caches; runs/ stays'
 
 demo: .venv/installed

@@ -11,11 +11,13 @@ DISABLE = "--xla_disable_hlo_passes"
 GPU_FLAGS = (
     # Latency hiding is on by default; this lets a send run beside the layers' own collectives.
     "--xla_gpu_experimental_parallel_collective_overlap_limit=4",
-    # Of what arguments leave of 80% of the memory, the percentage beyond which XLA computes things again to save some:
-    # with all that it may have, it does not undo what train.remat says.
-    "--xla_gpu_memory_limit_slop_factor=120",
+    # Per cent of what a run has and its arguments leave. Beyond, XLA computes things again, and undoes what train.remat
+    # says, which is there to make a run fit.
+    "--xla_gpu_memory_limit_slop_factor=100",
 )
-GPU_SHARE = "0.92"  # of the memory, for the run; the planner leaves as much free for what lies outside of the program
+GPU_SHARE = (
+    0.92  # of the memory, that a run has; the planner leaves the rest free, for what lies outside of the program
+)
 PROMOTION = "all-reduce-promotion"  # the pass aborts on bfloat16 reductions inside a partly manual shard_map
 
 
@@ -52,4 +54,4 @@ def emulate_devices(count: int, environment: MutableMapping[str, str] = os.envir
 def tune_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
     """Asks XLA for what our programs need on GPUs; what the user has set wins (of XLA_FLAGS, XLA heeds the last)."""
     environment["XLA_FLAGS"] = " ".join([*GPU_FLAGS, *environment.get("XLA_FLAGS", "").split()])
-    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)
+    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))

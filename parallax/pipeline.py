@@ -261,7 +261,8 @@ class _Rank:
         return lax.scan(layer, carry, jnp.arange(self.layers), reverse=True)[0]
 
     def _unless_padding(self, chunk, index, result, otherwise):
-        """A layer's result, or what takes its place where this is a place without a layer (see parallax.stages)."""
+        """A layer's result, or what takes its place where this is a place without a layer (see parallax.stages). Such a
+        place has weights of zeros, on which a block must stay finite."""
         if not self.stages.padding:
             return result
         stage = chunk * self.layout.pp + lax.axis_index("pp")

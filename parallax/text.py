@@ -38,7 +38,7 @@ def size(size_bytes: float) -> str:
 
 def unit_of(size_bytes: float) -> tuple[str, int]:
     """The unit, and its bytes, in which a table of sizes up to this one is read best."""
-    return ("GiB", 2**30) if size_bytes >= 2**30 else ("MiB", 2**20)
+    return ("GiB", 2**30) if size_bytes >= 1023.95 * 2**20 else ("MiB", 2**20)
 
 
 def layout(parallel: Parallel) -> str:

@@ -56,6 +56,8 @@ class Parts(NamedTuple, Generic[T]):
 
 
 def read_parts(path: str | Path, overrides: Sequence[str], load: Callable[[Model], T]) -> Parts[T]:
+    """Reads a run file and its machine, and loads its model. A ConfigError of machine or `load` is among the problems;
+    one is raised where there is no run file to read."""
     config, by_key = read(path, overrides)
     problems, machine, model = list(by_key.values()), None, None
     try:

@@ -17,10 +17,11 @@ from parallax.config import ConfigError, show, suggest
 from parallax.layout import AXES
 from parallax.machine import machine_names
 from parallax.output import output_problems, write_whole
-from parallax.plan.estimate import GIB, Estimate, Job, estimate
+from parallax.plan.estimate import Estimate, Job, estimate
 from parallax.plan.explain import describe
 from parallax.plan.search import Request, search
 from parallax.plan.show import print_view
+from parallax.text import size
 from parallax.validate import Resolved, resolve
 
 EXAMPLE = """\
@@ -104,7 +105,6 @@ def _does_not_fit(predicted: Estimate, needs_bytes: float) -> str:
     job = predicted.job
     items = predicted.stages[0]
     largest = max(items, key=items.__getitem__)
-    over = (needs_bytes - job.machine.hbm_bytes) / GIB
     train = job.train
     request = Request(job.shape, job.machine, job.devices, train.seq_len, train.global_batch_size, train.precision)
     same = search(dataclasses.replace(request, pins=_sizes(job))).best
@@ -113,8 +113,8 @@ def _does_not_fit(predicted: Estimate, needs_bytes: float) -> str:
         f"use {describe(best)}" if best else "no layout of so many devices fits; parallax plan finds how many would do"
     )
     return (
-        f"it does not fit: {needs_bytes / GIB:.1f} GiB a device, {over:.1f} more than the "
-        f"{job.machine.hbm_bytes / GIB:.1f} of {job.machine.name}; most is {largest}, {items[largest] / GIB:.1f} GiB; "
+        f"it does not fit: {size(needs_bytes)} a device, {size(needs_bytes - job.machine.hbm_bytes)} more than the "
+        f"{size(job.machine.hbm_bytes)} of {job.machine.name}; most is {largest}, {size(items[largest])}; "
         f"{use}"
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +13,14 @@ from parallax.aot.timeline import timeline
 from parallax.aot.traffic import Traffic, traffic
 from parallax.aot.turns import turns
 from parallax.aot.warn import warnings
+from parallax.environment import GPU_SHARE
 from parallax.layout import AXES, Sizes, axis_sizes, kept_whole
+from parallax.machine import Machine
 from parallax.plan.estimate import GIB, Estimate
 from parallax.schedule.order import make_schedule
 from parallax.schedule.table import tick_table
 from parallax.stages import Stages
+from parallax.text import size
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,18 @@ def read(built: Built, predicted: Estimate) -> Report:
         predicted,
         tuple(traffic(line, mesh, job.machine)),
         simulate(line, mesh, job.machine, flops),
-        tuple(warnings(line, job.machine, built.log, _stacked(predicted))),
+        (*_tight(built, job.machine), *warnings(line, job.machine, built.log, _stacked(predicted))),
     )
+
+
+def _tight(built: Built, machine: Machine) -> Iterator[str]:
+    has = GPU_SHARE * machine.hbm_bytes
+    if machine.platform == "gpu" and has < built.peak_bytes <= machine.hbm_bytes:
+        needs = math.ceil(100 * built.peak_bytes / machine.hbm_bytes) / 100
+        yield (
+            f"{size(built.peak_bytes)} is more than the {size(has)} that a run takes of a GPU's memory; set "
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION={min(needs, 1):g}, or use a layout that needs less"
+        )
 
 
 def _stacked(predicted: Estimate) -> list[tuple[int, ...]]:
@@ -74,9 +89,10 @@ def to_json(report: Report) -> dict[str, Any]:
         "hbm_gib": predicted.job.machine.hbm_bytes / GIB,
         "fits": report.fits,
         "estimate_gib": {
-            **{name: size / GIB for name, size in predicted.stages[0].items()},
+            **{name: item / GIB for name, item in predicted.stages[0].items()},
             "total": predicted.peak_bytes / GIB,
         },
+        "estimated_step_time_s": predicted.step_time_s if predicted.time is not None else None,
         "collectives": [
             {
                 "axes": list(row.axes),
@@ -92,7 +108,6 @@ def to_json(report: Report) -> dict[str, Any]:
         "simulated": {
             "step_time_s": simulation.step_time_s,
             "mfu": simulation.mfu,
-            "estimated_step_time_s": predicted.step_time_s if predicted.time is not None else None,
             "time_s": simulation.time_s,
             "communication_s": simulation.communication_s,
             "notes": list(simulation.notes),

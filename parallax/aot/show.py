@@ -49,7 +49,7 @@ def _memory(built: Built, predicted: Estimate) -> Table:
     """The compiler's count beside the estimate, item by item where both have it."""
     items = predicted.stages[0]
     arguments = sum(items[name] for name in ARGUMENTS)
-    temporaries = sum(size for name, size in items.items() if name not in ARGUMENTS)
+    temporaries = sum(items.values()) - arguments
     unit, one = unit_of(built.peak_bytes)
     shown = table(f"{unit} a device", "compiled", "estimated", "difference", "of which", left=(0, 4))
     rows = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from parallax.config import ConfigError, either
-from parallax.environment import tune_gpus
+from parallax.environment import GPU_SHARE, tune_gpus
 from parallax.machine import Machine
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -52,10 +52,10 @@ def _slices(dimensions: int, most: int) -> Iterator[tuple[int, ...]]:
         shape[min(range(dimensions - 1, -1, -1), key=shape.__getitem__)] *= 2
 
 
-def environment(machine: Machine, dump: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment(machine: Machine, dump: str, own: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables of the process that builds: those of this one, XLA_FLAGS among them, and ours. Its own backend is the
     CPU's: it describes devices and runs nothing."""
-    variables = dict(environment)
+    variables = dict(own)
     if machine.platform == "gpu":
         tune_gpus(variables)
     if machine.platform == "tpu":  # no metadata server, and other builds may run beside this one
@@ -82,7 +82,8 @@ def _is_there(module: str) -> bool:
 
 
 def device_description(machine: Machine) -> str:
-    """The GPU as XLA's GpuTargetConfigProto in text form, from the figures of the mesh file."""
+    """The GPU as XLA's GpuTargetConfigProto in text form, from the figures of the mesh file. But for its memory: a
+    build takes 80 % of it for what a run has, where a run knows what it has."""
     target = machine.compile_target
     major, minor = str(target["capability"]).split(".")
     fields = {
@@ -99,7 +100,7 @@ def device_description(machine: Machine) -> str:
         "memory_bandwidth": int(machine.hbm_bytes_per_s),
         "l2_cache_size": target["l2_bytes"],
         "clock_rate_ghz": target["clock_ghz"],
-        "device_memory_size": machine.hbm_bytes,
+        "device_memory_size": round(GPU_SHARE / 0.8 * machine.hbm_bytes),
         "shared_memory_per_block_optin": target["shared_memory_per_block"],
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,

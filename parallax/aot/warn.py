@@ -22,7 +22,7 @@ AGAIN = 0.01  # of the step: less is not worth a line
 _GRADIENTS = {"dp", "ep", "cp"}  # replicas: gradients are summed over them
 _USUAL = ({"tp"}, {"pp"}, {"pp", "tp"})  # a layer, the pipeline, the vocabulary
 _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization.*?(?:operation:?\s+%?([\w.\-]+)|$)", re.MULTILINE)
-_REMAT = re.compile(r"\.remat\d*(\.|$)")
+_REMAT = re.compile(r"\.remat(\d*|_(un)?compressed)(\.|$)")
 _TICKS = re.compile(r"/ticks\d+/")
 
 
@@ -65,11 +65,12 @@ def _rematerialised(log: str) -> Iterator[str]:
 def _computed_again(line: Timeline) -> Iterator[str]:
     """By XLA's own rematerialisation, which names what it makes so, where the program comes near the memory's end."""
     again = [event for event in line.events if _REMAT.search(event.instruction.name)]
-    spent = sum(float(event.turns) * event.exposed_s for event in again)
-    if spent > AGAIN * line.step_time_s:
+    spent = lambda event: float(event.turns) * event.exposed_s
+    if (total := sum(map(spent, again))) > AGAIN * line.step_time_s:
+        most = max(again, key=spent).instruction.name
         yield (
-            f"{seconds(spent)} of the step computes again what XLA could not keep, besides what train.remat says; "
-            "use more of that, or a layout that needs less memory"
+            f"{seconds(total)} of the step computes again what XLA could not keep, most of it {most}; "
+            "a train.remat or a layout that needs less memory leaves room"
         )
 
 

@@ -19,9 +19,9 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 _EXPLICIT = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}")
-_SIZE = re.compile(r"'(\w+)'=(\d+)")
-_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")  # or a part of an axis: what comes before it, and its size
-_ALL = re.compile(r"replica_groups=\{\}|^(?!.*replica_groups=)", re.DOTALL)
+_SIZE = re.compile(r"([^=,]+)=(\d+)")
+_PART = re.compile(r"([^:,]+)(?::\((\d+)\)(\d+))?")  # an axis, or of an axis what comes before the part and its size
+_ALL = re.compile(r"replica_groups=\{\}|^(?!.*(?:replica_groups|source_target_pairs)=)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -101,26 +101,36 @@ def _groups(text: str, devices: int) -> np.ndarray:
         ids = np.arange(math.prod(source)).reshape(source)
         return (ids.transpose(order) if order else ids).reshape(shape)
     if match := _EXPLICIT.search(text):
-        return np.array([_numbers(group) for group in re.findall(r"\{([\d,]+)\}", match.group(1))])
-    if match := _MESH.search(text):
-        return _along(dict(_SIZE.findall(match.group(1))), _AXIS.findall(match.group(2)))
-    if _ALL.search(text):
+        groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", match.group(1))]
+        if len({len(group) for group in groups}) == 1:
+            return np.array(groups)
+    elif match := _MESH.search(text):
+        groups = _along(_SIZE.findall(match.group(1)), _PART.findall(match.group(2)))
+        if groups.size == devices:
+            return groups
+    elif _ALL.search(text):
         return np.arange(devices)[None]
-    raise ValueError(f"replica groups of an unknown form: {text[text.index('replica_groups=') :][:100]}")
+    start = re.search("replica_groups=|source_target_pairs=", text)
+    raise ValueError(f"groups of devices in an unknown form: {text[start.start() if start else 0 :][:100]}")
 
 
-def _along(mesh: Mapping[str, str], axes: list[tuple[str, str, str]]) -> np.ndarray:
-    """The groups that span these axes of a mesh, whose devices are counted with the last axis fastest."""
-    parts: list[int] = []  # the mesh with each axis cut in three: before, the part that is spanned, after
+def _along(mesh: list[tuple[str, str]], parts: list[tuple[str, str, str]]) -> np.ndarray:
+    """The groups that span these parts of a mesh's axes; devices are counted with the last axis fastest."""
+    sizes: list[int] = []  # of the mesh, with each axis cut before and after every part that is spanned
     spanned: list[int] = []
-    cuts = {name: (int(before or 1), int(size or mesh[name])) for name, before, size in axes}
-    for index, (name, size) in enumerate(mesh.items()):
-        before, part = cuts.get(name, (int(size), 1))
-        parts += [before, part, int(size) // (before * part)]
-        spanned += [3 * index + 1] if name in cuts else []
-    ids = np.arange(math.prod(parts)).reshape(parts)
-    rest = [axis for axis in range(len(parts)) if axis not in spanned]
-    return ids.transpose(rest + spanned).reshape(-1, math.prod(parts[axis] for axis in spanned))
+    for name, size in mesh:
+        whole, at = int(size), 1
+        own = sorted((int(before or 1), int(part or size)) for of, before, part in parts if of == name)
+        for before, part in own:
+            sizes += [before // at, part]
+            spanned.append(len(sizes) - 1)
+            at = before * part
+        sizes.append(whole // at)
+    rest = [axis for axis in range(len(sizes)) if axis not in spanned]
+    if len(spanned) < len(parts):
+        return np.empty((0, 0), int)  # an axis that the mesh has not
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return ids.transpose(rest + spanned).reshape(-1, math.prod(sizes[axis] for axis in spanned))
 
 
 def _axes(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:

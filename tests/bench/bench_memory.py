@@ -88,13 +88,12 @@ def compared(facts: dict[str, Any]) -> Compared:
     memory, estimate = facts["memory_gib"], facts["estimate_gib"]
     arguments, temporaries = memory["arguments"], memory["temporaries"]
     beside = estimate["total"] - sum(estimate[item] for item in ("weights", "masters", "moments"))
-    simulated = facts["simulated"]
     return Compared(
         arguments,
         temporaries,
         estimate["total"] / (arguments + temporaries) - 1,
         beside / temporaries - 1,
-        simulated["estimated_step_time_s"] / simulated["step_time_s"] - 1,
+        facts["estimated_step_time_s"] / facts["simulated"]["step_time_s"] - 1,
     )
 
 

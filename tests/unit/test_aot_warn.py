@@ -120,20 +120,23 @@ def test_tp_across_nodes():
     )
 
 
+STACK, FAST = "f32[2,64,256]{2,1,0}", "f32[2,64,256]{2,1,0:S(1)}"
+
+
 @pytest.mark.parametrize(
-    ("array", "said"),
+    ("source", "array", "said"),
     [
-        ("f32[2,64,256]{2,1,0}", True),  # as [layer, …]
-        ("f32[1,1,2,64,256]{4,3,2,1,0}", True),  # as [chunk, rank, layer, …]
-        ("f32[128,256]{1,0}", False),  # one weight of that size
-        ("f32[2,64,256]{2,1,0:S(1)}", False),  # in fast memory
-        ("f32[2,32,512]{2,1,0}", False),  # something else of that size
-        ("f32[1,64,256]{2,1,0}", False),  # a layer
+        (STACK, STACK, True),  # as [layer, …]
+        (STACK, "f32[1,1,2,64,256]{4,3,2,1,0}", True),  # as [chunk, rank, layer, …]
+        (STACK, "f32[128,256]{1,0}", False),  # one weight of that size
+        (STACK, FAST, False),  # into fast memory
+        (FAST, STACK, False),  # and out of it
+        (STACK, "f32[2,32,512]{2,1,0}", False),  # something else of that size
+        (STACK, "f32[1,64,256]{2,1,0}", False),  # a layer
     ],
 )
-def test_a_copy_of_stacked_weights(array: str, said: bool):
-    source = f"%q = {array} bitcast(%t)"
-    copies = found(tick=f"{source}\n  ROOT %again = {array} copy(%q)", stacked=[(2, 64, 256)])
+def test_a_copy_of_stacked_weights(source: str, array: str, said: bool):
+    copies = found(tick=f"%q = {source} bitcast(%t)\n  ROOT %again = {array} copy(%q)", stacked=[(2, 64, 256)])
     assert copies == ["again, 131,072 bytes in every tick: a second copy of stacked weights or gradients"] * said
 
 
@@ -142,9 +145,11 @@ def test_what_the_compiler_computes_again():
     assert not found(f"%dot.1 {product}", f"ROOT %dot.2 {product}")
     (line,) = found(f"%dot.1 {product}", f"ROOT %dot.1.remat2 {product}")
     assert line.endswith(
-        "of the step computes again what XLA could not keep, besides what train.remat says; use more of that, or a "
-        "layout that needs less memory"
+        " s of the step computes again what XLA could not keep, most of it dot.1.remat2; "
+        "a train.remat or a layout that needs less memory leaves room"
     )
+    large = "%large = f32[65536,65536]{1,0} broadcast(%i), dimensions={}"
+    assert not found(large, f"%dot.1 {product}", f"ROOT %dot.1.remat2 {product}")  # too little of the step
 
 
 def test_involuntary_rematerialisation_comes_from_the_log():

@@ -148,6 +148,16 @@ def test_emulated_devices_and_what_the_user_has_set():
     assert environment["XLA_FLAGS"].count("all-reduce-promotion") == 1 and environment["NPROC"] == once["NPROC"]
 
 
+@pytest.mark.parametrize(("mesh", "tuned"), [("h100-sxm", True), ("tpu-v5p", False), ("cpu", False)])
+def test_a_run_on_gpus_asks_xla_for_what_it_needs(mesh: str, tuned: bool, tmp_path: Path, monkeypatch):
+    called = []
+    monkeypatch.setattr("parallax.cli.tune_gpus", lambda: called.append("gpu"))
+    monkeypatch.setattr("parallax.cli.emulate_devices", lambda _: called.append("cpu"))
+    (tmp_path / "run.toml").write_text(f'[mesh]\nname = "{mesh}"\n[model]\nname = "llama-tiny"\n')
+    assert main(["train", str(tmp_path / "run.toml")]) == 2  # what else is wrong is said afterwards
+    assert ("gpu" in called) is tuned
+
+
 INTERRUPTED = """
 import os, runpy, signal, sys
 

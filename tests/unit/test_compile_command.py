@@ -15,7 +15,7 @@ from parallax.aot.builder import BuildError, Built
 from parallax.aot.target import device_description, environment, missing, topology_name
 from parallax.cli import main
 from parallax.config import ConfigError, MeshChoice, read
-from parallax.environment import GPU_FLAGS, tune_gpus
+from parallax.environment import GPU_FLAGS, GPU_SHARE, tune_gpus
 from parallax.machine import load_machine
 from parallax.plan.search import HEADROOM
 
@@ -82,7 +82,12 @@ def test_no_such_topology(mesh: str, devices: int, use: str):
 
 def test_a_gpu_is_described_by_its_mesh_file():
     text = device_description(load_machine(MeshChoice(name="h100-sxm")))
-    for part in ("core_count: 132", "device_memory_size: 84929347584", "major: 9 minor: 0", "NVIDIA H100 80GB HBM3"):
+    for part in (
+        "core_count: 132",
+        f"device_memory_size: {round(84929347584 * GPU_SHARE / 0.8)}",
+        "major: 9 minor: 0",
+        "NVIDIA H100 80GB HBM3",
+    ):
         assert part in text
     assert "major: 10 minor: 0" in device_description(load_machine(MeshChoice(name="b200")))
 
@@ -97,7 +102,7 @@ def test_a_gpu_build_has_the_flags_that_train_sets_and_the_users():
     trains = {"XLA_FLAGS": "--xla_gpu_theirs=1"}
     tune_gpus(trains)
     assert trains["XLA_FLAGS"].split() == [*GPU_FLAGS, "--xla_gpu_theirs=1"]
-    assert float(trains["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == 1 - HEADROOM
+    assert float(trains["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == GPU_SHARE == 1 - HEADROOM
     builds = environment(load_machine(MeshChoice(name="h100-sxm")), "dump", {"XLA_FLAGS": "--xla_gpu_theirs=1"})
     assert builds["XLA_FLAGS"].startswith(trains["XLA_FLAGS"] + " --xla_dump_to=dump ")
 
@@ -185,7 +190,9 @@ def test_what_does_not_fit_says_what_to_shrink_and_what_would(run_file, said: st
     assert main(["compile", run_file, *words]) == 1
     first, second = capsys.readouterr().err.splitlines()
     assert first == "error: the compiler ran out of memory: 105.20G of 95.74G"
-    assert second.startswith("error: it does not fit: 105.2 GiB a device, 10.2 more than the 95.0 of tpu-v5p; most is ")
+    assert second.startswith(
+        "error: it does not fit: 105.2 GiB a device, 10.2 GiB more than the 95.0 GiB of tpu-v5p; most is "
+    )
     assert "; use dp2·pp2·tp2" in second
 
 
@@ -262,15 +269,45 @@ def test_a_tpu_build_is_read(run_file, capsys, tmp_path: Path):
     ).stat().st_size
 
 
+TEXT = """ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=GROUPS
+}
+"""
+
+
+def built(monkeypatch: pytest.MonkeyPatch, groups: str, size_bytes: int) -> None:
+    """Stands for a build with one collective."""
+    monkeypatch.setattr("parallax.aot.target.find_spec", has("libtpu", "jax_plugins.xla_cuda13"))
+    made = Built(1.0, size_bytes, 0, 0, TEXT.replace("GROUPS", groups), (), "")
+    monkeypatch.setattr(command, "build", lambda *_: made)
+
+
 def test_a_text_that_cannot_be_read_is_one_line(run_file, monkeypatch, capsys):
-    text = "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
-    text += "  ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=torus{2}\n}\n"
-    monkeypatch.setattr("parallax.aot.target.find_spec", has("libtpu"))
-    monkeypatch.setattr(command, "build", lambda *_: Built(1.0, 0, 0, 0, text, (), ""))
+    built(monkeypatch, "torus{2}", 0)
     assert main(["compile", run_file]) == 1
     out, err = capsys.readouterr()
-    said = "it is built, but its text could not be read: replica groups of an unknown form: replica_groups=torus{2}"
+    said = "it is built, but its text could not be read: groups of devices in an unknown form: replica_groups=torus{2}"
     assert out == "" and err == f"error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [
+        (72, []),
+        (
+            75,
+            [
+                "75.0 GiB is more than the 72.8 GiB that a run takes of a GPU's memory; set "
+                "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95, or use a layout that needs less"
+            ],
+        ),
+    ],
+)
+def test_what_fits_but_not_in_what_a_run_takes(run_file, gib: int, said: list[str], monkeypatch, capsys):
+    built(monkeypatch, "{}", gib * 2**30)
+    assert main(["compile", run_file, "--target", "h100-sxm", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == said
 
 
 def test_a_build_error_carries_what_it_needs():
@@ -340,7 +377,7 @@ def test_a_gpu_builds_traffic_is_what_the_sizes_say(run_file, context: str, caps
     assert facts["warnings"] == []
 
 
-@pytest.mark.slow  # a quarter of a minute to two minutes each
+@pytest.mark.slow  # a quarter of a minute to four minutes each
 @pytest.mark.parametrize("pod", sorted((ROOT / "examples" / "pods").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_pods_of_examples_fit(pod: Path, capsys, monkeypatch):
     if lacks := missing(load_machine(read(pod)[0].mesh)):

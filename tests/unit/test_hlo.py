@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -155,6 +157,8 @@ def test_a_program_built_here():
         ("mesh['a'=4,'b'=2] {'a':(1)2}", ("pp",), (0, 4)),
         ("mesh['a'=4,'b'=2] {'a':(2)2}", ("dp",), (0, 2)),
         ("mesh['a'=8] {'a'}", ("pp", "dp", "tp"), (0, 1, 2, 3, 4, 5, 6, 7)),
+        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ("pp", "tp"), (0, 1, 4, 5)),
+        ("mesh[a=4,b.c=2] {b.c}", ("tp",), (0, 1)),
     ],
 )
 def test_groups_by_the_axes_of_a_mesh(groups: str, axes: tuple[str, ...], first: tuple[int, ...]):
@@ -165,8 +169,18 @@ def test_groups_by_the_axes_of_a_mesh(groups: str, axes: tuple[str, ...], first:
     assert (one.axes, one.groups[0]) == (axes, first)
 
 
-def test_groups_of_an_unknown_form_are_not_guessed():
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "replica_groups=torus{2}",
+        "replica_groups={{0,1},{2}}",
+        "replica_groups=mesh['a'=8] {'b'}",
+        "replica_groups=mesh['a'=4] {'a'}",
+        "source_target_pairs=ring(8)",
+    ],
+)
+def test_groups_of_an_unknown_form_are_not_guessed(groups: str):
     text = "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
-    text += "  ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=torus{2}, to_apply=%add\n}\n"
-    with pytest.raises(ValueError, match=r"replica groups of an unknown form: replica_groups=torus\{2\}, to_apply"):
+    text += f"  ROOT %r = f32[8]{{0}} all-reduce(%p), {groups}, to_apply=%add\n}}\n"
+    with pytest.raises(ValueError, match=re.escape(f"groups of devices in an unknown form: {groups}, to_apply")):
         collectives(text, MESH)
