@@ -18,7 +18,7 @@ from parallax.machine import Machine
 from parallax.text import seconds
 
 SMALL = 1 << 16  # bytes: scalars (loss, norm) may cross any axes, and of norm weights the latency counts
-AGAIN = 0.01  # of the step: less is not worth a line
+AGAIN = 0.03  # of the step: less is not worth a line
 _GRADIENTS = {"dp", "ep", "cp"}  # replicas: gradients are summed over them
 _USUAL = ({"tp"}, {"pp"}, {"pp", "tp"})  # a layer, the pipeline, the vocabulary
 _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization.*?(?:operation:?\s+%?([\w.\-]+)|$)", re.MULTILINE)
