@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from parallax.config import SECTIONS, ConfigError, Model, RunConfig, build, either, read, show
+from parallax.config import SECTIONS, ConfigError, Model, RunConfig, build, either, read
 from parallax.layout import AXES
 from parallax.machine import Machine, load_machine
 from parallax.model_files import load_model
@@ -99,13 +99,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
 
 def _model_of(model: Model) -> tuple[ModuleType, Any, ModelShape]:
     module, model_config = load_model(model)
-    return module, model_config, titled(model_config.shape(), model)
-
-
-def titled(shape: ModelShape, model: Model) -> ModelShape:
-    """With a name that says what the run file changes of the preset."""
-    changed = ", ".join(f"{name} {show(value)}" for name, value in model.overrides.items())
-    return dataclasses.replace(shape, name=f"{shape.name} with {changed}") if changed else shape
+    return module, model_config, model_config.shape()
 
 
 def check(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:

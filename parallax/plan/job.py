@@ -12,7 +12,7 @@ from parallax.plan.estimate import Job
 from parallax.plan.shapes import SHAPES
 from parallax.rules import check_experts, check_layout, check_machine, check_model, check_schedule
 from parallax.shape import ModelShape
-from parallax.validate import read_parts, titled
+from parallax.validate import read_parts
 
 
 def load_shape(model: Model) -> ModelShape:
@@ -33,7 +33,7 @@ def load_shape(model: Model) -> ModelShape:
 
 def read_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """The job of a run file. Raises ConfigError with every problem of what an estimate reads in it."""
-    config, machine, shape, *_ = parts = read_parts(path, overrides, lambda model: titled(load_shape(model), model))
+    config, machine, shape, *_ = parts = read_parts(path, overrides, load_shape)
     problems = parts.with_rules(job_problems(config, shape, machine))
     if problems or shape is None or machine is None:
         raise ConfigError(problems)
