@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,23 @@ MESHES = Path(__file__).parent / "meshes"
 PRECISIONS = ("bfloat16", "float32")
 SLOWEST, FASTEST = 1e6, 1e18  # bytes or FLOP a second: beyond, it is a mistake of units
 SHARE: dict[str, float] = {"at_least": 0.001, "at_most": 1}
+TARGETS: dict[str, dict[str, str | float]] = {  # the keys of [compile_target], each with an example
+    "cpu": {"kind": "cpu"},
+    "tpu": {"kind": "tpu", "topology": "v5p"},
+    "gpu": {
+        "kind": "cuda",
+        "description": "NVIDIA H100 80GB HBM3",
+        "capability": "9.0",
+        "cores": 132.0,
+        "fpus_per_core": 128.0,
+        "clock_ghz": 1.98,
+        "l2_bytes": 52428800.0,
+        "shared_memory_per_core": 233472.0,
+        "shared_memory_per_block": 232448.0,
+    },
+}
+FORMS = {"kind": "cpu|tpu|cuda", "topology": "v5e|v5p|v6e", "capability": r"\d+\.\d+", "description": r'[^"\\]+'}
+WORDS = {"kind": "cpu, tpu or cuda", "topology": "v5e, v5p or v6e", "capability": "two numbers with a point between"}
 PAUSE_S: dict[str, float] = {"at_least": 0, "at_most": 1}
 SPEED: dict[str, float] = {"at_least": 0, "at_most": FASTEST}
 
@@ -65,12 +84,33 @@ def load_machine(choice: MeshChoice) -> Machine:
         table["efficiency"], unreached = build(Efficiency, table["efficiency"], f"{path}: efficiency.")
     machine, problems = build(Machine, table, f"{path}: ")
     lines = [line.replace(f"use {path}: ", "use ") for line in (*problems.values(), *unreached.values())]
-    lines += [f"{path}: {problem}" for problem in (*_speed_problems(machine), *_peak_problems(machine.peak_flops))]
+    rules = (*_speed_problems(machine), *_peak_problems(machine.peak_flops))
+    if "compile_target" not in problems:
+        rules += (*_target_problems(machine.platform, machine.compile_target),)
+    lines += [f"{path}: {problem}" for problem in rules]
     if machine.peak_flops and machine.efficiency is None and "efficiency" not in table:
         lines.append(f"{path}: [efficiency] is missing; copy that of the nearest machine in meshes/")
     if lines:
         raise ConfigError(lines)
     return machine
+
+
+def _target_problems(platform: str, target: dict[str, Any]) -> Iterator[str]:
+    """Of [compile_target], which has other keys for each platform."""
+    usual = TARGETS[platform]
+    for name, value in target.items():
+        if name not in usual:
+            yield f"compile_target.{name} = {show(value)} is not a key of a {platform}'s; use {suggest(name, usual)}"
+    for name, example in usual.items():
+        said, number = f"compile_target.{name}", isinstance(example, float)
+        if name not in target:
+            yield f"{said} is missing; copy that of the nearest machine in meshes/"
+            continue
+        value = target[name]
+        if number and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**40):
+            yield f"{said} = {show(value)} must be a number greater than 0; use for example {example:g}"
+        elif not number and not (isinstance(value, str) and re.fullmatch(FORMS.get(name, ".+"), value)):
+            yield f"{said} = {show(value)} must be {WORDS.get(name, 'a text')}; use for example {show(example)}"
 
 
 def _speed_problems(machine: Machine) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Mapping
 from itertools import combinations
@@ -25,6 +26,8 @@ def output_problems(outputs: Mapping[str, str | None], inputs: Mapping[str, str 
         elif name is not None and not os.path.isdir(folder := Path(os.path.realpath(name)).parent):
             folder = folder if os.path.islink(name) else Path(name).parent
             lines.append(f"{option} {name}: the folder {folder} does not exist; make it first")
+        elif name is not None and not os.access(folder, os.W_OK):
+            lines.append(f"{option} {name}: the folder {folder} cannot be written to; use another")
     for (one, name), (other, same) in combinations({**(inputs or {}), **outputs}.items(), 2):
         if name and same and os.path.realpath(name) == os.path.realpath(same):
             lines.append(f"{one} and {other} both name {name}; use two files")
@@ -70,6 +73,19 @@ def write_all(texts: Mapping[Path, str]) -> None:
         for left in beside.values():
             with contextlib.suppress(OSError):
                 left.unlink()
+
+
+def move_whole(source: Path, path: Path) -> None:
+    """Moves a file, also to another file system. What was there stays, or is replaced by all of it. Raises OSError."""
+    beside = _beside(path)
+    try:
+        shutil.copyfile(source, beside)
+        os.replace(beside, os.path.realpath(path))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
 
 
 def _beside(path: Path) -> Path:

@@ -7,7 +7,9 @@ The request names the run file, its overrides and where results go; see `paralla
 
 from __future__ import annotations
 
+import ctypes
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,6 +25,8 @@ from parallax.model import Model
 from parallax.optimizer import TrainState
 from parallax.program import Batch, Program
 from parallax.validate import Resolved, resolve
+
+PR_SET_PDEATHSIG = 1
 
 
 def build(resolved: Resolved) -> tuple[Any, float]:
@@ -63,6 +67,12 @@ def arguments(program: Program) -> tuple[TrainState, Batch]:
     return state, batch
 
 
+def end_with_parent() -> None:
+    """A build does not go on where the command that asked for it is killed (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(request: dict[str, Any]) -> None:
     """Writes memory.json, and where asked the serialized executable, into the folder of the request."""
     folder = Path(request["folder"])
@@ -81,4 +91,5 @@ def main(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main(json.loads(Path(sys.argv[1]).read_text()))

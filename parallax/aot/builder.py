@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from parallax.aot.buffers import Buffer, largest_buffers
 from parallax.aot.target import environment
 from parallax.machine import Machine
+from parallax.output import move_whole
 
 _OUT_OF_MEMORY = tuple(
     re.compile(words.replace("SIZE", r"([\d.]+)([KMGT])"))
@@ -67,7 +67,7 @@ def build(run_file: str, overrides: Sequence[str], machine: Machine, save: str |
         facts = json.loads((folder / "memory.json").read_text())
         program = _dumped(dump, "after_optimizations.txt")
         if save:
-            shutil.move(folder / "executable", save)
+            move_whole(folder / "executable", Path(save))
         return Built(
             facts["compile_s"],
             facts["arguments"],
@@ -83,7 +83,7 @@ def build(run_file: str, overrides: Sequence[str], machine: Machine, save: str |
 def _child(request: str, machine: Machine, dump: str, log) -> Iterator[subprocess.Popen]:
     """The process that builds; it does not outlive this one's attention."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "parallax.aot.build", request],
+        [sys.executable, "-P", "-m", "parallax.aot.build", request],
         env=environment(machine, dump),
         stdout=log,
         stderr=subprocess.STDOUT,

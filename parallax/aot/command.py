@@ -14,6 +14,7 @@ from parallax.aot.report import read, to_json
 from parallax.aot.show import report_view
 from parallax.aot.target import missing, topology_name
 from parallax.config import ConfigError, show, suggest
+from parallax.kernels import kernel_of
 from parallax.layout import AXES
 from parallax.machine import machine_names
 from parallax.output import output_problems, write_whole
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.hlo:
         write_whole(Path(args.hlo), built.program)
     try:
-        report = read(built, predicted)
+        report = read(built, predicted, _blockwise(resolved))
     except ValueError as error:
         print(f"error: it is built, but its text could not be read: {error}", file=sys.stderr)
         return FAILED
@@ -80,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(args: argparse.Namespace) -> tuple[Resolved, list[str]]:
     """The run file for its target, every check passed, and the overrides that make it so."""
-    problems = output_problems({"--hlo": args.hlo, "--save": args.save})
+    outputs = {"--hlo": args.hlo, "--save": args.save}
+    problems = output_problems(outputs, {"RUN.toml": args.run_file})
     overrides: list[str] = list(args.overrides)
     if args.target is not None:
         if args.target not in machine_names():
@@ -97,16 +99,30 @@ def _read(args: argparse.Namespace) -> tuple[Resolved, list[str]]:
     if lacks := missing(machine):
         raise ConfigError([f"--target {machine.name}: {lacks}"])
     topology_name(machine, resolved.config.devices)
+    config = resolved.config
+    schedule = config.parallel.schedule if config.parallel.schedule.endswith(".csv") else None
+    read = {"model.file": config.model.file, "mesh.file": config.mesh.file, "parallel.schedule": schedule}
+    if problems := output_problems(outputs, read):
+        raise ConfigError(problems)
     return resolved, overrides
 
 
+def _blockwise(resolved: Resolved) -> str | None:
+    """Why attention does not run on the machine's own kernel, where that is so."""
+    config = resolved.config
+    isolated = config.data.isolate_documents
+    return kernel_of(resolved.machine.platform, resolved.shape, config.parallel, config.train, isolated)[1]
+
+
 def _does_not_fit(predicted: Estimate, needs_bytes: float) -> str:
-    """By how much, which item to shrink, and the nearest layout that fits."""
+    """By how much, which item to shrink, and the nearest layout that fits, were it underestimated as much."""
     job = predicted.job
     items = predicted.stages[0]
     largest = max(items, key=items.__getitem__)
     train = job.train
     request = Request(job.shape, job.machine, job.devices, train.seq_len, train.global_batch_size, train.precision)
+    beyond = max(1.0, needs_bytes / predicted.peak_bytes)
+    request = dataclasses.replace(request, headroom=1 - (1 - request.headroom) / beyond)
     same = search(dataclasses.replace(request, pins=_sizes(job))).best
     best = same or search(request).best
     use = (

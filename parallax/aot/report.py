@@ -16,7 +16,7 @@ from parallax.aot.warn import warnings
 from parallax.environment import GPU_SHARE
 from parallax.layout import AXES, Sizes, axis_sizes, kept_whole
 from parallax.machine import Machine
-from parallax.plan.estimate import GIB, Estimate
+from parallax.plan.estimate import GIB, Estimate, layout_facts
 from parallax.schedule.order import make_schedule
 from parallax.schedule.table import tick_table
 from parallax.stages import Stages
@@ -36,7 +36,9 @@ class Report:
         return self.built.peak_bytes <= self.predicted.job.machine.hbm_bytes
 
 
-def read(built: Built, predicted: Estimate) -> Report:
+def read(built: Built, predicted: Estimate, reason: str | None = None) -> Report:
+    """`reason` is why attention does not run on the machine's own kernel, where that is so. Raises ValueError where the
+    program's text cannot be read."""
     job = predicted.job
     parallel, mesh = job.parallel, {axis: axis_sizes(job.parallel)[axis] for axis in AXES}
     schedule = make_schedule(parallel.schedule, parallel.pp, parallel.virtual_stages, job.microbatches)
@@ -47,7 +49,11 @@ def read(built: Built, predicted: Estimate) -> Report:
         predicted,
         tuple(traffic(line, mesh, job.machine)),
         simulate(line, mesh, job.machine, flops),
-        (*_tight(built, job.machine), *warnings(line, job.machine, built.log, _stacked(predicted))),
+        (
+            *filter(None, [reason]),
+            *_tight(built, job.machine),
+            *warnings(line, job.machine, built.log, _stacked(predicted)),
+        ),
     )
 
 
@@ -79,6 +85,10 @@ def to_json(report: Report) -> dict[str, Any]:
     """What `--json` prints: memory in GiB of one device, bytes and seconds of a step."""
     built, predicted, simulation = report.built, report.predicted, report.simulation
     return {
+        "model": predicted.job.shape.name,
+        "mesh": predicted.job.machine.name,
+        "devices": predicted.job.devices,
+        **layout_facts(predicted.job),
         "compile_s": built.compile_s,
         "memory_gib": {
             "arguments": built.arguments_bytes / GIB,

@@ -26,7 +26,7 @@ def report_view(report: Report) -> RenderableType:
     built, predicted = report.built, report.predicted
     job, machine, train = predicted.job, predicted.job.machine, predicted.job.train
     title = f"{job.shape.name} for {job.devices:,} x {machine.name}, built in {seconds(built.compile_s)}\n"
-    head = Text(title, style="bold")
+    head = Text.assemble((title, "bold"))
     head.append(f"{layout(job.parallel) or 'one device'}; {job.microbatches} microbatches of ", "")
     head.append(f"{train.micro_batch_size} x {train.seq_len}, {train.precision}, remat {train.remat}", "")
     parts = [head, _verdict(built, machine.hbm_bytes, machine.name), _memory(built, predicted), _buffers(built)]
@@ -51,7 +51,7 @@ def _memory(built: Built, predicted: Estimate) -> Table:
     arguments = sum(items[name] for name in ARGUMENTS)
     temporaries = sum(items.values()) - arguments
     unit, one = unit_of(built.peak_bytes)
-    shown = table(f"{unit} a device", "compiled", "estimated", "difference", "of which", left=(0, 4))
+    shown = table(f"{unit} a device", "compiled", "estimated", "difference", "of which", left=(0, 4), wrapped=(4,))
     rows = (
         ("arguments", built.arguments_bytes, arguments, ARGUMENTS),
         ("temporaries", built.temporaries_bytes, temporaries, [name for name in items if name not in ARGUMENTS]),
@@ -67,7 +67,7 @@ def _memory(built: Built, predicted: Estimate) -> Table:
 
 def _buffers(built: Built) -> Table:
     unit, one = unit_of(built.peak_bytes)
-    shown = table("largest buffers", unit, "", "from", left=(0, 2, 3))
+    shown = table("largest buffers", unit, "", "from", left=(0, 2, 3), wrapped=(2, 3))
     for buffer in built.buffers:
         name = buffer.name if buffer.what != "temporary" else "temporary"
         shown.add_row(buffer.shape, f"{buffer.size_bytes / one:.2f}", name, buffer.source)

@@ -6,12 +6,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 from parallax.config import ConfigError, either
-from parallax.environment import GPU_SHARE, tune_gpus
+from parallax.environment import GPU_SHARE, keep_32_bits, tune_gpus
 from parallax.machine import Machine
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+PACKAGES = Path(__file__).parents[2]  # the process that builds runs this parallax, and no other
 DUMP_FLAGS = ("--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_step")
 MOST_SLICE = {"v5e": 256, "v6e": 256, "v5p": 8960}
 
@@ -56,6 +58,8 @@ def environment(machine: Machine, dump: str, own: Mapping[str, str] = os.environ
     """Variables of the process that builds: those of this one, XLA_FLAGS among them, and ours. Its own backend is the
     CPU's: it describes devices and runs nothing."""
     variables = dict(own)
+    variables["PYTHONPATH"] = os.pathsep.join([str(PACKAGES), *filter(None, [own.get("PYTHONPATH")])])
+    keep_32_bits(variables)
     if machine.platform == "gpu":
         tune_gpus(variables)
     if machine.platform == "tpu":  # no metadata server, and other builds may run beside this one

@@ -48,12 +48,13 @@ def bar(share: float, width: int = BAR, style: str = "cyan") -> Text:
     return Text("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else ""), style=style)
 
 
-def table(*columns: str, left: Iterable[int] = (0,)) -> Table:
-    """Aligned columns under plain headings, numbers to the right."""
+def table(*columns: str, left: Iterable[int] = (0,), wrapped: Iterable[int] = ()) -> Table:
+    """Aligned columns under plain headings, numbers to the right. Where a line is too short, texts of `wrapped` columns
+    go on in the next."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    left = set(left)
+    left, wrapped = set(left), set(wrapped)
     for i, name in enumerate(columns):
-        made.add_column(name, justify="left" if i in left else "right", no_wrap=True)
+        made.add_column(name, justify="left" if i in left else "right", no_wrap=i not in wrapped)
     return made
 
 
@@ -62,7 +63,7 @@ def estimate_view(estimate: Estimate, width: int = WIDE) -> RenderableType:
     job, machine = estimate.job, estimate.job.machine
     scheme = "Megatron-LM's scheme" if estimate.framework == "megatron" else "parallax"
     where = layout(job.parallel) or "one device"
-    head = Text(f"{job.shape.name} on {job.devices:,} x {machine.name} ({scheme})\n", style="bold")
+    head = Text.assemble((f"{job.shape.name} on {job.devices:,} x {machine.name} ({scheme})\n", "bold"))
     head.append(f"{where}; {job.microbatches} microbatches of {job.train.micro_batch_size} x {job.train.seq_len}, ", "")
     head.append(f"{job.train.precision}, remat {job.train.remat}\n", "")
     parts: list[RenderableType] = [head, _verdict(estimate), Text(), _stages(estimate, width)]
@@ -164,7 +165,7 @@ def plan_view(
 ) -> RenderableType:
     """The choice, its reasons, and the best layouts."""
     request = found.request
-    head = Text(f"{request.shape.name} on {request.devices:,} x {request.machine.name}", style="bold")
+    head = Text.assemble((f"{request.shape.name} on {request.devices:,} x {request.machine.name}", "bold"))
     parts: list[RenderableType] = [head, Text(_key_figures(found, made)), Text()]
     for number, step in enumerate(steps, start=1):
         line = Text(f"{number}. {step.question} ", style="bold")

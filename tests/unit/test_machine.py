@@ -158,3 +158,40 @@ def test_a_machine_with_a_peak_says_what_of_it_is_reached(tmp_path: Path):
         load_machine(own(tmp_path, "matmul = 0.63", "matmul = 75"))
     with pytest.raises(ConfigError, match=r"efficiency.matmull = 0.75 is not a known key; use efficiency.matmul"):
         load_machine(own(tmp_path, "matmul = 0.63", "matmull = 0.75"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "old", "new", "said"),
+    [
+        ("tpu-v5p", 'topology = "v5p"', "", "compile_target.topology is missing; copy that of the nearest machine"),
+        ("tpu-v5p", '"v5p"', '"v4"', 'compile_target.topology = "v4" must be v5e, v5p or v6e; use for example "v5p"'),
+        (
+            "tpu-v5p",
+            "[compile_target]",
+            "[compile_target]\noops = 3",
+            "compile_target.oops = 3 is not a key of a tpu's",
+        ),
+        (
+            "h100-sxm",
+            '"9.0"',
+            '"ten"',
+            'compile_target.capability = "ten" must be two numbers with a point between; use',
+        ),
+        (
+            "h100-sxm",
+            "cores = 132 ",
+            'cores = "many"',
+            'compile_target.cores = "many" must be a number greater than 0; use',
+        ),
+    ],
+)
+def test_a_wrong_compile_target(mesh: str, old: str, new: str, said: str, tmp_path: Path):
+    text = (MESHES / f"{mesh}.toml").read_text()
+    head, _, target = text.partition("\n[compile_target]")
+    target = f"\n[compile_target]{target}"
+    assert old in target
+    (tmp_path / "own.toml").write_text(head + target.replace(old, new, 1))
+    with pytest.raises(ConfigError) as error:
+        load_machine(MeshChoice(file=str(tmp_path / "own.toml")))
+    (line,) = error.value.problems
+    assert said in line
