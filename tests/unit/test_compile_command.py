@@ -390,5 +390,7 @@ def test_the_pods_of_examples_fit(pod: Path, capsys, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert main(["compile", str(pod), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["fits"] and facts["warnings"] == []
+    assert facts["fits"]
+    blockwise = [line for line in facts["warnings"] if line.startswith("attention runs blockwise")]
+    assert facts["warnings"] == blockwise and len(blockwise) == (pod.stem == "gpt-1t-3072-h100")  # a head size of 160
     assert facts["estimate_gib"]["total"] == pytest.approx(facts["memory_gib"]["peak"], rel=0.08)
