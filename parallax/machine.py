@@ -84,9 +84,9 @@ def load_machine(choice: MeshChoice) -> Machine:
         table["efficiency"], unreached = build(Efficiency, table["efficiency"], f"{path}: efficiency.")
     machine, problems = build(Machine, table, f"{path}: ")
     lines = [line.replace(f"use {path}: ", "use ") for line in (*problems.values(), *unreached.values())]
-    rules = (*_speed_problems(machine), *_peak_problems(machine.peak_flops))
-    if "compile_target" not in problems:
-        rules += (*_target_problems(machine.platform, machine.compile_target),)
+    rules = [*_speed_problems(machine), *_peak_problems(machine.peak_flops)]
+    if not {f"{path}: platform", f"{path}: compile_target"} & problems.keys():
+        rules += _target_problems(machine.platform, machine.compile_target)
     lines += [f"{path}: {problem}" for problem in rules]
     if machine.peak_flops and machine.efficiency is None and "efficiency" not in table:
         lines.append(f"{path}: [efficiency] is missing; copy that of the nearest machine in meshes/")

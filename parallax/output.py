@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import stat
 from collections.abc import Mapping
 from itertools import combinations
@@ -49,21 +48,21 @@ def _not_a_file(name: str) -> str | None:
     return None if stat.S_ISREG(mode) else kind
 
 
-def write_whole(path: Path, text: str) -> None:
-    """What was there stays, or is replaced by all of `text`. Raises OSError, of `path`."""
-    write_all({path: text})
+def write_whole(path: Path, content: str | bytes) -> None:
+    """What was there stays, or is replaced by all of `content`. Raises OSError, of `path`."""
+    write_all({path: content})
 
 
-def write_all(texts: Mapping[Path, str]) -> None:
-    """Writes every text beside its file, or the file that a link leads to, then renames: where one cannot be written,
-    all that was there stays. Raises OSError, of the path that failed."""
-    beside = {path: _beside(path) for path in texts}
+def write_all(contents: Mapping[Path, str | bytes]) -> None:
+    """Writes every content beside its file, or the file that a link leads to, then renames: where one cannot be
+    written, all that was there stays. Raises OSError, of the path that failed."""
+    beside = {path: _beside(path) for path in contents}
     done: list[Path] = []
     path = Path()
     try:
-        for path, text in texts.items():
-            beside[path].write_text(text, encoding="utf-8")
-        for path in texts:
+        for path, content in contents.items():
+            beside[path].write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        for path in contents:
             os.replace(beside[path], os.path.realpath(path))
             done.append(path)
     except OSError as error:
@@ -73,19 +72,6 @@ def write_all(texts: Mapping[Path, str]) -> None:
         for left in beside.values():
             with contextlib.suppress(OSError):
                 left.unlink()
-
-
-def move_whole(source: Path, path: Path) -> None:
-    """Moves a file, also to another file system. What was there stays, or is replaced by all of it. Raises OSError."""
-    beside = _beside(path)
-    try:
-        shutil.copyfile(source, beside)
-        os.replace(beside, os.path.realpath(path))
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink()
 
 
 def _beside(path: Path) -> Path:

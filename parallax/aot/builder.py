@@ -16,7 +16,7 @@ from pathlib import Path
 from parallax.aot.buffers import Buffer, largest_buffers
 from parallax.aot.target import environment
 from parallax.machine import Machine
-from parallax.output import move_whole
+from parallax.output import write_whole
 
 _OUT_OF_MEMORY = tuple(
     re.compile(words.replace("SIZE", r"([\d.]+)([KMGT])"))
@@ -67,7 +67,7 @@ def build(run_file: str, overrides: Sequence[str], machine: Machine, save: str |
         facts = json.loads((folder / "memory.json").read_text())
         program = _dumped(dump, "after_optimizations.txt")
         if save:
-            move_whole(folder / "executable", Path(save))
+            write_whole(Path(save), (folder / "executable").read_bytes())
         return Built(
             facts["compile_s"],
             facts["arguments"],

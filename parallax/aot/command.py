@@ -101,8 +101,8 @@ def _read(args: argparse.Namespace) -> tuple[Resolved, list[str]]:
     topology_name(machine, resolved.config.devices)
     config = resolved.config
     schedule = config.parallel.schedule if config.parallel.schedule.endswith(".csv") else None
-    read = {"model.file": config.model.file, "mesh.file": config.mesh.file, "parallel.schedule": schedule}
-    if problems := output_problems(outputs, read):
+    inputs = {"model.file": config.model.file, "mesh.file": config.mesh.file, "parallel.schedule": schedule}
+    if problems := output_problems(outputs, inputs):
         raise ConfigError(problems)
     return resolved, overrides
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from parallax.aot.builder import Built
 from parallax.aot.report import Report
 from parallax.plan.estimate import Estimate
-from parallax.plan.show import bar, table
+from parallax.plan.show import bar, fits_or_not, table
 from parallax.text import layout, seconds, size, unit_of
 
 _KINDS = {
@@ -29,20 +29,14 @@ def report_view(report: Report) -> RenderableType:
     head = Text.assemble((title, "bold"))
     head.append(f"{layout(job.parallel) or 'one device'}; {job.microbatches} microbatches of ", "")
     head.append(f"{train.micro_batch_size} x {train.seq_len}, {train.precision}, remat {train.remat}", "")
-    parts = [head, _verdict(built, machine.hbm_bytes, machine.name), _memory(built, predicted), _buffers(built)]
+    needs = f"{size(built.peak_bytes)} a device"
+    verdict = fits_or_not(needs, built.peak_bytes, machine.hbm_bytes, machine.name)
+    parts = [head, verdict, _memory(built, predicted), _buffers(built)]
     parts += [_traffic(report), _simulated(report), *(Text(f"warning: {line}", "yellow") for line in report.warnings)]
     spaced: list[RenderableType] = []
     for i, part in enumerate(parts):
         spaced += [part] if i < 2 or (isinstance(part, Text) and i > 6) else [Text(), part]
     return Group(*spaced)
-
-
-def _verdict(built: Built, hbm: int, name: str) -> Text:
-    left = hbm - built.peak_bytes
-    needs = f"{size(built.peak_bytes)} a device"
-    if left >= 0:
-        return Text(f"fits: {needs} of {size(hbm)}, {size(left)} free", style="green")
-    return Text(f"does not fit: {needs}, {size(-left)} more than the {size(hbm)} of {name}", "red")
 
 
 def _memory(built: Built, predicted: Estimate) -> Table:

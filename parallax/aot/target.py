@@ -31,7 +31,7 @@ def topology_name(machine: Machine, devices: int) -> str:
         return f"1x{devices // node}x{node}"
     generation = str(machine.compile_target["topology"])
     dimensions = 3 if generation == "v5p" else 2
-    shapes = {math.prod(shape): shape for shape in _slices(dimensions, MOST_SLICE.get(generation, 256))}
+    shapes = {math.prod(shape): shape for shape in _slices(dimensions, MOST_SLICE[generation])}
     if devices not in shapes:
         near = [n for n in shapes if n < devices][-1:] + [n for n in shapes if n > devices][:1]
         raise ConfigError([_no_such(machine, devices, f"slices are {dimensions}-dimensional tori", near)])

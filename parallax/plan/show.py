@@ -82,10 +82,15 @@ def _verdict(estimate: Estimate) -> Text:
     needs = f"{size(estimate.peak_bytes)} a device on {fullest}"
     if not hbm:
         return Text(f"{needs}; the devices share the host's memory")
-    left = hbm - estimate.peak_bytes
+    return fits_or_not(needs, estimate.peak_bytes, hbm, machine)
+
+
+def fits_or_not(needs: str, peak_bytes: float, hbm_bytes: int, machine: str) -> Text:
+    """By how much; `needs` says how much memory is needed, and where."""
+    left = hbm_bytes - peak_bytes
     if left >= 0:
-        return Text(f"fits: {needs} of {size(hbm)}, {size(left)} free", style="green")
-    return Text(f"does not fit: {needs}, {size(-left)} more than the {size(hbm)} of {machine}", "red")
+        return Text(f"fits: {needs} of {size(hbm_bytes)}, {size(left)} free", style="green")
+    return Text(f"does not fit: {needs}, {size(-left)} more than the {size(hbm_bytes)} of {machine}", "red")
 
 
 def _stages(estimate: Estimate, width: int) -> Table:

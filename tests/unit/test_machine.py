@@ -195,3 +195,18 @@ def test_a_wrong_compile_target(mesh: str, old: str, new: str, said: str, tmp_pa
         load_machine(MeshChoice(file=str(tmp_path / "own.toml")))
     (line,) = error.value.problems
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('platform = "tpu"', 'platform = "npu"', 'platform = "npu"'),
+        ("[compile_target]", "[efficiency.x]", "is missing"),
+    ],
+)
+def test_nothing_is_said_of_a_compile_target_that_is_not_known(old: str, new: str, said: str, tmp_path: Path):
+    (tmp_path / "own.toml").write_text((MESHES / "tpu-v5p.toml").read_text().replace(old, new, 1))
+    with pytest.raises(ConfigError) as error:
+        load_machine(MeshChoice(file=str(tmp_path / "own.toml")))
+    assert any(said in line for line in error.value.problems)
+    assert not any("compile_target." in line for line in error.value.problems)
